@@ -11,6 +11,7 @@ taken. The groups own and sharded are measured on this machine's cores (`benchma
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from benchmarks._harness import Benchmark, cpu_clock, in_child, rows_by_group
 from finetune.compute.process_memory import process_bytes
 from finetune.config import Adapter
 from finetune.parallel.pipeline.plan import bubble
+from finetune.planner.calibration import Slack, process_slack
 from finetune.planner.cluster import read_sizes
 from finetune.planner.throughput import DEVICES, Work, seconds
 
@@ -257,11 +259,15 @@ def sharded(bench: Benchmark) -> None:
     _held(bench, 2)
 
 
+@functools.cache
+def _slack() -> Slack | None:
+    return process_slack()
+
+
 def _held(bench: Benchmark, ranks: int) -> None:
     from benchmarks._own_memory import measured
-    from finetune.planner.calibration import process_slack
 
-    found, slack = measured(ranks), process_slack()
+    found, slack = measured(ranks), _slack()
     of = f"{len(found)} configurations of {'one process' if ranks == 1 else 'two ranks'}"
     errors = []
     for case, said, held in found:

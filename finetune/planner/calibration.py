@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..cache_directory import cache_root, remember
 from ..figures import gib
@@ -142,35 +143,34 @@ def _place(row: str) -> Path:
     return cache_root() / f"plan-{about}.json"
 
 
-_HELD = tuple((precision, blocks) for precision in ("fp32", "bf16") for blocks in (2, 10))
-"""Processes that tell what they hold: each with a random Llama of so many blocks."""
-_HELD_PROBE = _Probe(256, 1024, 0)
+_HELD, _FEW_MANY = tuple(itertools.product(("fp32", "bf16"), ("none", "full"))), (2, 10)
+"""Precision and recomputation of the processes that tell what they hold, and the blocks of the two of each."""
+_HELD_PROBE, _WORDS = _Probe(256, 1024, 0), 20_000
 
 
 def process_slack() -> Slack | None:
-    """Measured in fresh processes, one for each of `_HELD`; None where the kernel or the C library does not say.
+    """Measured in fresh processes, two for each of `_HELD`; None where the kernel or the C library does not say.
 
-    What they hold beyond the tensors is a line through the two sizes of a precision; the larger of both lines counts.
+    What they hold beyond the tensors is a line through the two sizes; the largest share and the largest start count.
     """
     import torch
 
-    found: dict[tuple[str, int], tuple[int, int, int]] = {}
+    libraries, least, share = 0.0, 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for precision, blocks in _HELD:
-            torch.multiprocessing.spawn(_hold, args=(precision, blocks, folder), nprocs=1)
-            told = json.loads((Path(folder) / f"{precision}-{blocks}").read_text(encoding="utf-8"))
-            if told is None:
+        for precision, recompute in _HELD:
+            told: list[Any] = []
+            for blocks in _FEW_MANY:
+                torch.multiprocessing.spawn(_hold, args=(precision, recompute, blocks, folder), nprocs=1)
+                told.append(json.loads((Path(folder) / "held").read_text(encoding="utf-8")))
+            if None in told:
                 return None
-            found[precision, blocks] = told
-    least = share = 0.0
-    for precision in ("fp32", "bf16"):
-        (_, few, less), (_, many, more) = (found[precision, blocks] for p, blocks in _HELD if p == precision)
-        slope = max(0.0, (more - less) / (many - few))
-        share, least = max(share, slope), max(least, less - slope * few)
-    return Slack(max(libraries for libraries, _, _ in found.values()), int(least), share)
+            (known, few, less), (_, many, more) = told
+            slope = max(0.0, (more - less) / (many - few))
+            libraries, share, least = max(libraries, known), max(share, slope), max(least, less - slope * few)
+    return Slack(int(libraries), int(least), share)
 
 
-def _hold(rank: int, precision: str, blocks: int, folder: str) -> None:
+def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks: int, folder: str) -> None:
     """Write (bytes of libraries, of tensors at the worst moment, resident beyond both) of updates in this process."""
     import gc
 
@@ -184,7 +184,7 @@ def _hold(rank: int, precision: str, blocks: int, folder: str) -> None:
     del tiny
     gc.collect()
     libraries, before = process_bytes("VmRSS"), handed_out()
-    step = _model_step("cpu", _HELD_PROBE, blocks, precision)
+    step = _model_step("cpu", _HELD_PROBE, blocks, precision, recompute, words=_WORDS)
 
     def updates() -> None:
         for _ in range(_TURNS + 1):
@@ -195,7 +195,7 @@ def _hold(rank: int, precision: str, blocks: int, folder: str) -> None:
     if libraries is not None and resident is not None and before is not None and handed is not None:
         tensors = handed - before
         told = libraries, tensors, max(0, resident - libraries - tensors)
-    (Path(folder) / f"{precision}-{blocks}").write_text(json.dumps(told), encoding="utf-8")
+    (Path(folder) / "held").write_text(json.dumps(told), encoding="utf-8")
 
 
 def _best(call: Callable[[], object], kind: str) -> float:
@@ -233,15 +233,26 @@ def _block_seconds(kind: str, probe: _Probe) -> float:
     return max((three - one) / 2, 1e-6)
 
 
-def _model_step(kind: str, probe: _Probe, blocks: int, precision: str = "fp32") -> Callable[[], None]:
-    """Forward and backward through a random Llama with LoRA on every linear layer, as a step computes it."""
+def _model_step(
+    kind: str,
+    probe: _Probe,
+    blocks: int,
+    precision: str = "fp32",
+    recompute: Literal["none", "full"] = "none",
+    *,
+    words: int = 0,
+) -> Callable[[], None]:
+    """Forward and backward through a random Llama with LoRA on every linear layer, as a step computes it; with so many
+    words to tell apart at the end, where there are any."""
     import peft
     import torch
     import transformers
 
+    from ..compute.loss import linear_cross_entropy
     from ..compute.numerics import without_input_casts
     from ..compute.precision import autocast
     from ..config import Train
+    from ..parallel.activation_checkpoint import checkpoint_activations
 
     narrow = kind == "cuda" or precision == "bf16"
     train = Train(precision="bf16" if narrow else "fp32")
@@ -261,13 +272,18 @@ def _model_step(kind: str, probe: _Probe, blocks: int, precision: str = "fp32") 
         bare = bare.to(torch.bfloat16 if narrow else torch.float32)
         model: Any = peft.get_peft_model(bare, peft.LoraConfig(r=8, target_modules="all-linear"))
     ids = torch.zeros(1, probe.tokens, dtype=torch.long, device=device)
+    checkpoint_activations(model, recompute)
+    weight = torch.full((words, probe.hidden), 0.01, dtype=bare.dtype, device=device)
+    head = torch.nn.Linear(probe.hidden, 1, bias=False, device="meta")
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
         with without_input_casts(model, train):
             with autocast(train, device):
                 out = model(input_ids=ids).last_hidden_state
-            torch.autograd.grad(out.float().sum(), trained)
+            lost = linear_cross_entropy(out[0], head, ids[0]) if words else out.float().sum()
+            torch.autograd.grad(lost, trained)
 
     return step
 

@@ -37,6 +37,8 @@ _EXPERT = re.compile(r"\.experts\.(?!.*router)")
 _ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
 _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
 """Outside of the blocks: what makes logits of words, which a model with a head of its own does not load."""
+_WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
+"""By activation: tensors of the feed-forward's width that a block without a gate keeps, its result among them."""
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _LOGITS_BYTES = 1 << 30
@@ -160,7 +162,7 @@ class Sizes:
             heads=heads,
             groups=_first(config, "num_key_value_heads", default=heads),
             vocabulary=(words := _first(config, "vocab_size", default=1)),
-            wide=4 if gated else 5 if "gelu_new" in config.values() else 3,
+            wide=4 if gated else next((kept for name, kept in _WIDE.items() if name in config.values()), 3),
             blocks=tuple(blocks.values()),
             ends=tuple(sorted(ends, reverse=True)),
             adapter=sum(trained),
@@ -259,10 +261,10 @@ def footprint(
     """
     width = WIDTHS[train.precision]
     stored = 2 if train.backbone_precision == "bf16" else width
-    packed = _PACKED_BYTES.get(train.quantization or "", stored)
+    each = _PACKED_BYTES.get(train.quantization or "", stored)
     shards = mesh.dp * mesh.cp
-    block, end = max(backbone.blocks) * packed, max(backbone.ends, default=0) * stored
-    others = backbone.expert_elements * (1 - 1 / expert_parallel) * packed
+    block, end = max(backbone.blocks) * each, max(backbone.ends, default=0) * stored
+    others = backbone.expert_elements * (1 - 1 / expert_parallel) * each
     unit = int(max(block - others, end)) // mesh.tp
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
     outside = sum(backbone.ends) * stored if mesh.pp == 1 else end
