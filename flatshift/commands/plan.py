@@ -39,7 +39,8 @@ class Flags:
     price: float | None = None
     """Of a device for an hour: prints what the recipe's steps cost."""
     tokens: float | None = None
-    """Tokens to be trained on, for hours and cost; by default the recipe's train.steps."""
+    """Tokens to be trained on, for hours and cost; by default those of the recipe's train.steps; of train.epochs the
+    rows of its own files are counted."""
     out: Path | None = None
     """File for what --json prints, or NAME.html for a page of figures."""
     json: bool = False
