@@ -427,8 +427,8 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     planned, foretold, read = None, list[str](), task.as_read(train)
     if engine.world.size == 1:
-        how = {"kind": plan.optimizer.kind, "task": task, "regularizer": recipe.regularizer}
-        memory = memory_plan(engine.model, train=read, **how)
+        kind, regularizer = plan.optimizer.kind, recipe.regularizer
+        memory = memory_plan(engine.model, train=read, kind=kind, task=task, regularizer=regularizer)
         if not context.cell:  # of a cell nobody reads it
             planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
         fits = plan_lines(engine.model, train=read, optimizer=plan.optimizer, plan=memory)

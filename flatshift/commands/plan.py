@@ -46,7 +46,7 @@ class Flags:
     json: bool = False
     """Print all layouts as JSON."""
     calibrate: bool = False
-    """Measure in about a minute what this machine reaches of its device's rates, and keep it for later plans."""
+    """Measure in two minutes what this machine reaches of its device's rates, and keep it for later plans."""
 
 
 def run(argv: list[str]) -> int:
