@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from regularizers.config import GGPO, MGPO, BiLora, FlatLora, Plain, RegularizerConfig
 
-from ..adapters.patterns import by_pattern
 from ..atomic import read_object
 from ..compute.slices import slice_rows
-from ..config import WIDTHS, Adapter, Mesh, Train
+from ..config import WIDTHS, Adapter, Mesh, Train, by_pattern
 from ..errors import UserError
 from ..figures import gib
 from .perturbation import perturbation_bytes

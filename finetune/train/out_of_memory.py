@@ -28,7 +28,7 @@ from ..models.anatomy import blocks
 from ..models.quantize import scales
 from ..parallel.layout import local
 from ..planner.memory import MemoryPlan, memory_plan, state_bytes
-from .checkpoint import steps
+from .checkpointer import steps
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
