@@ -1,25 +1,25 @@
-"""Our own memory beside the plan's: updates of random backbones on this machine's cores, in fresh processes.
+"""Our own memory beside the plan's: updates of random backbones on this machine's cores, fresh processes for each.
 
 Two measures of each configuration: what tensors take at the worst moment of an update, as the allocator tells the
-profiler, on the rank that has most; and how much the process grew in resident memory, mapped weight files included,
-since before the backbone was there, which also holds what allocator, threads and gloo keep for themselves.
+profiler, on the rank that has most; and how much the process grew in resident memory by the kernel's own high-water
+mark, mapped weight files included, since before the backbone was there. The second also holds what the C library kept
+of what was given back to it, and what oneDNN compiled: an interval, which other models in other processes tell
+(`finetune.planner.calibration.process_slack`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from benchmarks._harness import PeakMemory, peak_bytes
+from benchmarks._harness import peak_bytes
 from benchmarks._ranks import on_ranks
-from finetune.train.peak_memory import process_bytes
+from finetune.compute.process_memory import peaks_during, process_bytes
 
 HERE = "benchmarks._own_memory"
 
@@ -93,24 +93,21 @@ CASES = (
 )
 """Never used to find a formula: those were found on a Llama of 4 × 512 with 8,192 words in one process, and that
 gradients come while activations go on other sizes than these."""
+_UPDATES = 4
+"""Until what the process holds grows no more: the first also makes optimizer state."""
 _WARM = dataclasses.replace(_llama(), hidden=64, inner=128, blocks=2, heads=2, groups=2, vocabulary=256, tokens=32)
 
 
 def measured(ranks: int) -> list[tuple[Case, int, dict[str, float]]]:
-    """Every case of so many ranks with the plan's bytes and those of the rank that has most. They share fresh
-    processes."""
-    own, found = [case for case in CASES if case.ranks == ranks], []
-    cases = [dataclasses.replace(_WARM, mesh=own[0].mesh), *own]
-    with tempfile.TemporaryDirectory() as folder:
-        for number, case in enumerate(cases):
-            save(case, f"{folder}/{number}")
-        # freed blocks of 128 KiB and more go back at once: else what was there before hides what comes
-        with mock.patch.dict(os.environ, MALLOC_MMAP_THRESHOLD_=str(128 << 10)):
-            written = [dataclasses.asdict(case) for case in cases]
-            told = on_ranks(f"{HERE}:held", ranks, folder=folder, cases=written, wall_cap_s=7200.0)
-        for number, case in enumerate(cases[1:]):
-            most = {name: max(rank[number][name] for rank in told) for name in told[0][number]}
-            found.append((case, predicted(f"{folder}/{number + 1}", case), most))
+    """Every case of so many ranks with the plan's bytes and those of the rank that has most."""
+    found = []
+    for case in (case for case in CASES if case.ranks == ranks):
+        with tempfile.TemporaryDirectory() as folder:
+            save(dataclasses.replace(_WARM, mesh=case.mesh), f"{folder}/tiny")
+            save(case, f"{folder}/own")
+            told = on_ranks(f"{HERE}:held", ranks, folder=folder, case=dataclasses.asdict(case), wall_cap_s=3600.0)
+            most = {name: max(rank[name] for rank in told) for name in told[0]}
+            found.append((case, predicted(f"{folder}/own", case), most))
     return found
 
 
@@ -201,24 +198,20 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
     return update
 
 
-def held(folder: str, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Of each case, whose backbone lies in `folder`/0, /1, …: bytes of this rank at the worst moment of an update, by
-    the allocator and by growth of the process. A tiny one goes before them, so that libraries are there.
+def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
+    """Of a case whose backbone lies in `folder`/own: bytes of this rank at the worst moment of an update, by the
+    allocator and by growth of the process. The tiny one of `folder`/tiny goes before it, so that libraries are there.
     """
-    found = []
-    for number in range(len(cases)):
-        gc.collect()
-        before = process_bytes("VmRSS")
-        update = updates(f"{folder}/{number}", Case(**cases[number]))
-        update(0)  # the first one also makes optimizer state
-        gc.collect()
-        level = process_bytes("VmRSS")
-        assert before is not None and level is not None
-        with PeakMemory(0.002) as growth:
-            allocated = peak_bytes(partial(update, 1))
-        found.append({"allocated": allocated, "resident": level - before + growth.bytes})
-        del update
-    return found[1:]  # without the tiny one
+    own = Case(**case)
+    tiny = updates(f"{folder}/tiny", dataclasses.replace(_WARM, mesh=own.mesh, precision=own.precision))
+    tiny(0)
+    del tiny
+    gc.collect()
+    before = process_bytes("VmRSS")
+    update = updates(f"{folder}/own", own)
+    resident, _ = peaks_during(lambda: [update(step) for step in range(_UPDATES)])
+    assert before is not None and resident is not None
+    return {"allocated": peak_bytes(partial(update, _UPDATES)), "resident": resident - before}
 
 
 def predicted(folder: str | Path, case: Case) -> int:

@@ -34,12 +34,14 @@ def beside_text(plan: Mapping[str, Any]) -> str:
     """Predicted beside measured of a stage (`plan` of its done.json): `memory of updates 80.0 MiB predicted, 84.0 MiB
     measured (+5 %)`; empty where nothing was measured."""
     parts = []
+    allocated = plan.get("what") == "allocated"
     if plan.get("measured"):
-        name = "memory allocated" if plan.get("what") == "allocated" else "memory that updates add"
+        name = "memory allocated" if allocated else "memory of an update"
         change = plan["measured"] / plan["predicted"] - 1 if plan["predicted"] else 0.0
         parts.append(f"{name} {gib(plan['predicted'])} predicted, {gib(plan['measured'])} measured ({change:+.0%})")
-        if plan.get("reserved"):
-            parts.append(f"{gib(plan['reserved'])} reserved")
+    if plan.get("reserved"):
+        told = gib(plan["reserved"])
+        parts.append(f"{told} reserved" if allocated else f"the process grew by {told} in updates")
     if plan.get("measured_s"):
         told = f"{plan['predicted_s']:.3g} s predicted" if plan.get("predicted_s") else "not predicted on this device"
         parts.append(f"an update {told}, {plan['measured_s']:.3g} s measured")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -165,3 +166,8 @@ class NEFTune:
 
 
 RegularizerConfig = Plain | GGPO | FlatLora | MGPO | MSAM | SAM | ASAM | LoraSAM | BAR | BiLora | NEFTune
+
+
+def default_rank(rows: int, columns: int) -> int:
+    """k = clip(2^⌊log2(min(m, n)/256)⌋, 8, 32): larger matrices need more columns to stay near Gaussian in norm."""
+    return min(32, max(8, 2 ** math.floor(math.log2(max(1, min(rows, columns)) / 256))))

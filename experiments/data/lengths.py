@@ -71,7 +71,7 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
             f"round the {len(train):,} training samples; lower one of them, or give more rows"
         )
     try:
-        backbone = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+        backbone = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(recipe.task)
         read = recipe.task.as_read(settings)
         held = footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
     except UserError:  # an architecture whose sizes are not to be read off

@@ -159,7 +159,7 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
     if room is None or devices.kind != "cpu" or recipe.mesh.auto or broken_rule(settings) is not None:
         return "same", "auto"
     try:
-        backbone = Sizes.read(backbone_directory(recipe.backbone), recipe.adapter)
+        backbone = Sizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     except UserError:  # whoever loads it says what is wrong
         return "same", "auto"
     read = [recipe.task.as_read(each) for each in (train, narrow)]

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.recipe import load_recipe
+from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch
+from experiments.workflows.run_parts import FINE_TUNE
 from finetune.errors import UserError
-from finetune.planner.calibration import calibrate
+from finetune.planner.calibration import calibrate, kept_slack
 from finetune.planner.cluster import Cluster, read_sizes
 from finetune.planner.devices import at_hand
 from finetune.planner.footprint import Sizes
@@ -58,14 +60,20 @@ def plan(
     train.checkpointing. price: of a device for an hour. tokens: to be trained on; by default those of train.steps.
     Raises UserError for an unknown device or model, and where no mesh goes with rows, heads or blocks.
     """
-    found = load_recipe(recipe, overrides).recipe
+    resolved, data = load_recipe(recipe, overrides), None
+    if resolved.recipe.train.epochs is not None and tokens is None:
+        if model is not None:
+            raise UserError(
+                "train.epochs: rows are counted by the tokenizer of the recipe's backbone, and --model names another; "
+                "give --tokens or train.steps, or set backbone"
+            )
+        resolved, data = _counted(resolved)
+    found = resolved.recipe
     train = found.train
-    if train.epochs is not None and tokens is None:
-        raise UserError("train.epochs: plan reads no rows to count; give --tokens or train.steps")
     if train.precision == "auto":
         train = dataclasses.replace(train, precision=_AUTO)  # type: ignore[arg-type]
     cluster = _cluster(gpus, node, link, network)
-    sizes = read_sizes(model or found.backbone, found.adapter)
+    sizes = read_sizes(model or found.backbone, found.adapter).under(found.task)
     settings = Settings.of(dataclasses.replace(found, train=train))
     settings = dataclasses.replace(settings, mesh=dataclasses.replace(found.mesh, auto=False))
     ways = ("none", "selective", "full") if recompute == "any" else (recompute,)
@@ -85,13 +93,36 @@ def plan(
         "fits": best.fits,
         "recipe": best.recipe if best.fits else None,
         "tokens": wanted,
+        "data": data,
         "hours": round(hours, 3) if timed else None,
         "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
         "best": priced.index(best),
         "layouts": [layout.document() for layout in priced],
+        "process_gib": _process(cluster, best),
         "notes": _notes(cluster, sizes, priced[0]),
         "table": table(priced, cluster, sizes),
     }
+
+
+def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, int]]:
+    """The recipe with its epochs as updates, and the rows of its own training files with their tokens."""
+    from experiments.data.epochs import in_steps
+    from experiments.data.splits import prepare
+    from finetune.data.columns import Examples
+    from finetune.seeds import derive
+
+    recipe = resolved.recipe
+    rows = prepare(recipe).train
+    lengths = Examples.of(rows).ragged("input_ids")
+    held = 0 if lengths is None else int(lengths[2].sum())
+    settled = in_steps(resolved, rows, seed=derive(recipe.train.seed, FINE_TUNE))
+    return settled, {"rows": len(rows), "tokens": held, "updates": settled.recipe.train.steps}
+
+
+def _process(cluster: Cluster, best: Layout) -> list[float] | None:
+    """Least and most GiB that a process of the best layout takes of a CPU's memory; None: nobody measured it here."""
+    slack = kept_slack() if cluster.kind == "cpu" else None
+    return None if slack is None else [round(end / 2**30, 2) for end in slack.interval(best.needs.total)]
 
 
 def _notes(cluster: Cluster, sizes: Sizes, first: Layout) -> list[str]:
@@ -123,12 +154,18 @@ def render(document: dict[str, Any]) -> str:
         best = document["layouts"][document["best"]]
         low, high = best["nvidia_smi_gib"]
         shown = f", nvidia-smi will show {low:g} to {high:g}" if document["kind"] == "cuda" else ""
+        if document["process_gib"] is not None:
+            shown = ", a process {:g} to {:g}".format(*document["process_gib"])
         took = (
             "train.precision fp32: seconds are those of bf16 products and too short; no hours"
             if document["hours"] is None
             else f"{document['tokens']:,.0f} tokens take {document['hours']:,.3g} hours"
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
+        if document["data"] is not None:
+            took += "; its files have {rows:,} rows of {tokens:,} tokens, {updates:,} updates".format(
+                **document["data"]
+            )
         lines += [
             f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
             f"{best['update_s']:.3g} s ({_causes(best['seconds'])})",

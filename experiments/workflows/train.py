@@ -427,7 +427,8 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     planned, foretold, read = None, list[str](), task.as_read(train)
     if engine.world.size == 1:
-        memory = memory_plan(engine.model, train=read, kind=plan.optimizer.kind)
+        kind, regularizer = plan.optimizer.kind, recipe.regularizer
+        memory = memory_plan(engine.model, train=read, kind=kind, task=task, regularizer=regularizer)
         if not context.cell:  # of a cell nobody reads it
             planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
         fits = plan_lines(engine.model, train=read, optimizer=plan.optimizer, plan=memory)
@@ -497,7 +498,7 @@ def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) ->
     if name is None:
         return None
     cluster = Cluster.parse(f"1x{name}")
-    sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+    sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(task)
     return update_seconds(sizes, cluster, Settings(recipe.mesh, train, recipe.adapter, task))
 
 

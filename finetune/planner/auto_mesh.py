@@ -60,7 +60,7 @@ def resolve(
             f"({mesh_name(mesh) or 'one process'}); start another number, or set fewer axes"
         )
     devices = devices or at_hand(train.device)
-    sizes = Sizes.read(backbone, adapter)
+    sizes = Sizes.read(backbone, adapter).under(task)
     rows = math.gcd(train.batch_size, *batch_sizes)
     node = node or processes or devices.count
     # the cores of one machine share its memory, so there only a limit on each process calls for shards
@@ -80,7 +80,11 @@ def resolve(
         )
     read = task.as_read(train)
     layouts = [
-        priced(option, read, sizes, adapter, Cluster.at_hand(devices, option.size, min(node, option.size)))
+        priced(
+            dataclasses.replace(settings, mesh=option, train=read),
+            sizes,
+            Cluster.at_hand(devices, option.size, min(node, option.size)),
+        )
         for option in possible
     ]
     chosen = _choose(layouts, few=devices.kind == "cpu")

@@ -1,15 +1,17 @@
 """What this machine reaches of a device's rates, measured in a minute (`flatshift plan --calibrate`) and kept.
 
-Three things are timed: one large matrix product; a LoRA-adapted Llama block forward and backward, as the difference of
+Three rates are timed: one large matrix product; a LoRA-adapted Llama block forward and backward, as the difference of
 models of three blocks and of one, whose time beyond its products is element-wise traffic; and, where there are two
 devices or more, an all-reduce among them. What cannot be measured here (between nodes; between devices where there is
-one) stays as published. Reading what was kept imports no torch.
+one) stays as published. On a CPU fresh processes also tell what they hold beside the tensors of a step, which depends
+on the C library and on what oneDNN compiles. Reading what was kept imports no torch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import tempfile
@@ -17,9 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..cache_directory import cache_root, remember
+from ..figures import gib
 from ..processor import processor
 from .throughput import CORE, DEVICES, PUBLISHED, Constants, Device, Work, seconds
 
@@ -36,6 +39,22 @@ class _Probe:
     """Bytes of an all-reduce."""
 
 
+@dataclass(frozen=True)
+class Slack:
+    """What a process holds in resident memory, beside the tensors of its updates."""
+
+    libraries: int
+    """Bytes, before any model is there."""
+    least: int
+    """Bytes that come besides in any case: code that oneDNN compiles, and the allocator's own."""
+    share: float
+    """Of the tensors, what the C library may keep of those that were given back, besides."""
+
+    def interval(self, tensors: float) -> tuple[float, float]:
+        """Least and most resident bytes of a process whose updates take so many bytes of tensors."""
+        return self.libraries + tensors, self.libraries + self.least + (1 + self.share) * tensors
+
+
 _PROBES = {"cuda": _Probe(2048, 4096, 256 << 20), "cpu": _Probe(256, 256, 8 << 20)}
 
 
@@ -45,6 +64,15 @@ def kept(row: str) -> Constants | None:
         found = json.loads(_place(row).read_text(encoding="utf-8"))["constants"]
         constants = Constants(**found)
         return constants if all(0 < value < 100 for value in asdict(constants).values()) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def kept_slack() -> Slack | None:
+    """What processes on this machine's CPU were measured to hold besides; None: nothing that can be read."""
+    try:
+        found = Slack(**json.loads(_place("CPU").read_text(encoding="utf-8"))["slack"])
+        return found if min(asdict(found).values()) >= 0 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -69,7 +97,14 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[s
         return PUBLISHED, [*lines, "this device is not in the table of `--gpus`, so no plan can use these figures"]
     constants = _constants(device, probe, rate, block, link)
     row = row or "CPU"
-    remember(_place(row), {"constants": asdict(constants), "measured": lines})
+    record: dict[str, Any] = {"constants": asdict(constants)}
+    if kind == "cpu" and (slack := process_slack()) is not None:
+        lines.append(
+            f"a process: {gib(slack.libraries)} of libraries, and up to {gib(slack.least)} and {slack.share:.0%} of an "
+            "update's tensors that allocator and kernels keep besides"
+        )
+        record["slack"] = asdict(slack)
+    remember(_place(row), {**record, "measured": lines})
     shares = ", ".join(
         f"{name} {value:.3g} (published {getattr(PUBLISHED, name):.3g})" for name, value in asdict(constants).items()
     )
@@ -108,6 +143,61 @@ def _place(row: str) -> Path:
     return cache_root() / f"plan-{about}.json"
 
 
+_HELD, _FEW_MANY = tuple(itertools.product(("fp32", "bf16"), ("none", "full"))), (2, 10)
+"""Precision and recomputation of the processes that tell what they hold, and the blocks of the two of each."""
+_HELD_PROBE, _WORDS = _Probe(256, 1024, 0), 20_000
+
+
+def process_slack() -> Slack | None:
+    """Measured in fresh processes, two for each of `_HELD`; None where the kernel or the C library does not say.
+
+    What they hold beyond the tensors is a line through the two sizes; the largest share and the largest start count.
+    """
+    import torch
+
+    libraries, least, share = 0.0, 0.0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for precision, recompute in _HELD:
+            told: list[Any] = []
+            for blocks in _FEW_MANY:
+                torch.multiprocessing.spawn(_hold, args=(precision, recompute, blocks, folder), nprocs=1)
+                told.append(json.loads((Path(folder) / "held").read_text(encoding="utf-8")))
+            if None in told:
+                return None
+            (known, few, less), (_, many, more) = told
+            slope = max(0.0, (more - less) / (many - few))
+            libraries, share, least = max(libraries, known), max(share, slope), max(least, less - slope * few)
+    return Slack(int(libraries), int(least), share)
+
+
+def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks: int, folder: str) -> None:
+    """Write (bytes of libraries, of tensors at the worst moment, resident beyond both) of updates in this process."""
+    import gc
+
+    import torch
+
+    from ..compute.process_memory import handed_out, peaks_during, process_bytes
+
+    torch.set_num_threads(1)
+    tiny = _model_step("cpu", _Probe(64, 32, 0), 1, precision)
+    tiny()
+    del tiny
+    gc.collect()
+    libraries, before = process_bytes("VmRSS"), handed_out()
+    step = _model_step("cpu", _HELD_PROBE, blocks, precision, recompute, words=_WORDS)
+
+    def updates() -> None:
+        for _ in range(_TURNS + 1):
+            step()
+
+    resident, handed = peaks_during(updates)
+    told = None
+    if libraries is not None and resident is not None and before is not None and handed is not None:
+        tensors = handed - before
+        told = libraries, tensors, max(0, resident - libraries - tensors)
+    (Path(folder) / "held").write_text(json.dumps(told), encoding="utf-8")
+
+
 def _best(call: Callable[[], object], kind: str) -> float:
     """Shortest of a few turns, seconds; on a CPU this thread's own, which others on a busy machine do not lengthen."""
     import torch
@@ -143,17 +233,29 @@ def _block_seconds(kind: str, probe: _Probe) -> float:
     return max((three - one) / 2, 1e-6)
 
 
-def _model_step(kind: str, probe: _Probe, blocks: int) -> Callable[[], None]:
-    """Forward and backward through a random Llama with LoRA on every linear layer, as a step computes it."""
+def _model_step(
+    kind: str,
+    probe: _Probe,
+    blocks: int,
+    precision: str = "fp32",
+    recompute: Literal["none", "full"] = "none",
+    *,
+    words: int = 0,
+) -> Callable[[], None]:
+    """Forward and backward through a random Llama with LoRA on every linear layer, as a step computes it; with so many
+    words to tell apart at the end, where there are any."""
     import peft
     import torch
     import transformers
 
+    from ..compute.loss import linear_cross_entropy
     from ..compute.numerics import without_input_casts
     from ..compute.precision import autocast
     from ..config import Train
+    from ..parallel.activation_checkpoint import checkpoint_activations
 
-    train = Train(precision="bf16" if kind == "cuda" else "fp32")
+    narrow = kind == "cuda" or precision == "bf16"
+    train = Train(precision="bf16" if narrow else "fp32")
     device = torch.device(kind)
     config = transformers.LlamaConfig(
         hidden_size=probe.hidden,
@@ -167,16 +269,21 @@ def _model_step(kind: str, probe: _Probe, blocks: int) -> Callable[[], None]:
     )
     with torch.random.fork_rng(devices=[]), torch.device(kind):
         bare: Any = transformers.LlamaModel(config)
-        bare = bare.to(torch.bfloat16 if kind == "cuda" else torch.float32)
+        bare = bare.to(torch.bfloat16 if narrow else torch.float32)
         model: Any = peft.get_peft_model(bare, peft.LoraConfig(r=8, target_modules="all-linear"))
     ids = torch.zeros(1, probe.tokens, dtype=torch.long, device=device)
+    checkpoint_activations(model, recompute)
+    weight = torch.full((words, probe.hidden), 0.01, dtype=bare.dtype, device=device)
+    head = torch.nn.Linear(probe.hidden, 1, bias=False, device="meta")
+    head.weight = torch.nn.Parameter(weight, requires_grad=False)
     trained = [p for p in model.parameters() if p.requires_grad]
 
     def step() -> None:
         with without_input_casts(model, train):
             with autocast(train, device):
                 out = model(input_ids=ids).last_hidden_state
-            torch.autograd.grad(out.float().sum(), trained)
+            lost = linear_cross_entropy(out[0], head, ids[0]) if words else out.float().sum()
+            torch.autograd.grad(lost, trained)
 
     return step
 

@@ -7,19 +7,26 @@ Nothing is loaded and torch is not imported. What a run really holds is counted 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from regularizers.config import GGPO, MGPO, BiLora, FlatLora, Plain, RegularizerConfig
 
 from ..atomic import read_object
 from ..compute.slices import slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train, by_pattern
 from ..errors import UserError
 from ..figures import gib
+from .perturbation import perturbation_bytes
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 _BLOCK = re.compile(r"^(?:(?P<stack>.*?)\.)?(?P<number>\d+)\.")
 _NO_LAYER = re.compile(r"(norm|embed|bias|wte|wpe)[^.]*(\.weight)?$|\.bias$", re.IGNORECASE)
@@ -27,6 +34,10 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 _ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
 _ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
+_OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
+"""Outside of the blocks: what makes logits of words, which a model with a head of its own does not load."""
+_WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
+"""By activation: tensors of the feed-forward's width that a block without a gate keeps, its result among them."""
 _POSITIONS = ("max_position_embeddings", "n_positions")
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _LOGITS_BYTES = 1 << 30
@@ -79,6 +90,16 @@ class Sizes:
     """Elements of a block's adapters: in attention, elsewhere."""
     positions: int | None = None
     """Tokens of the longest row that the backbone was made for; None: it does not say."""
+    layers: tuple[tuple[int, int], ...] = ()
+    """(rows, columns) of each adapted matrix."""
+    outputs: int = 0
+    """Numbers that the output layer gives: of each word, or each class of a head."""
+    output: tuple[int, ...] = ()
+    """Elements of each tensor of `ends` that makes logits of words and is not the embedding itself."""
+    supervised: float = 1.0
+    """Share of the tokens that the loss reads."""
+    whole_rows: bool = False
+    """Whether a head judges rows, so that the loss reads one state of each and nobody makes logits of words."""
 
     @classmethod
     def read(cls, directory: Path, adapter: Adapter) -> Sizes:
@@ -100,11 +121,13 @@ class Sizes:
         """The sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, adapted, normed = [], [0, 0], 0, 0, False, set(), False
-        ranks, routed = [0, 0], 0
+        ranks, routed, layers, output = [0, 0], 0, [], []
         for name, shape in shapes.items():
             place = _BLOCK.match(name)
             if place is None:
                 ends.append(math.prod(shape))
+                if _OUTPUT.match(name):
+                    output.append(math.prod(shape))
                 continue
             if len(shape) > 3:  # the causal masks that older GPT-2 files have
                 continue
@@ -123,6 +146,7 @@ class Sizes:
                 trained[outside] += rank * sum(shape) + (shape[0] if adapter.dora else 0)
                 ranks[outside] += rank
                 inputs += shape[1]
+                layers.append((shape[0], shape[1]))
                 adapted.add(key[1])
         if not blocks:
             raise UserError(f"{where}: its weights show no blocks, so nobody can tell what fits")
@@ -136,8 +160,8 @@ class Sizes:
             feed_forward=_feed_forward(config, hidden, chosen),
             heads=heads,
             groups=_first(config, "num_key_value_heads", default=heads),
-            vocabulary=_first(config, "vocab_size", default=1),
-            wide=4 if gated else 5 if "gelu_new" in config.values() else 3,
+            vocabulary=(words := _first(config, "vocab_size", default=1)),
+            wide=4 if gated else next((kept for name, kept in _WIDE.items() if name in config.values()), 3),
             blocks=tuple(blocks.values()),
             ends=tuple(sorted(ends, reverse=True)),
             adapter=sum(trained),
@@ -152,7 +176,27 @@ class Sizes:
             routed=chosen,
             expert_elements=routed // len(blocks),
             positions=next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None),
+            layers=tuple(layers),
+            outputs=words,
+            output=tuple(output),
         )
+
+    def under(self, task: Task, *, classes: int | None = None) -> Sizes:
+        """The same backbone as `task` opens it: with its own head, drawn anew and trained whole, instead of the words'.
+
+        classes: numbers that this head gives; None: as many as the task names, and else two, or one target.
+        """
+        if task.by_example:
+            names = task.given_classes
+            classes = classes or (len(names) if names else 2 if task.has_classes else 1)
+            ends = list(self.ends)
+            for elements in self.output:
+                ends.remove(elements)
+            new = classes * self.hidden
+            return dataclasses.replace(
+                self, ends=tuple(ends), output=(), outputs=classes, adapter=self.adapter + new, whole_rows=True
+            )
+        return dataclasses.replace(self, supervised=task.supervised)
 
     @property
     def elements(self) -> int:
@@ -176,14 +220,18 @@ class Footprint:
     """What the loss, or a block's backward pass, needs besides while those are there."""
     logits: int
     """Of evaluation; training makes them in slices."""
+    regularizer: int = 0
+    """Noise, momentum, a second adapter, dense gradients: whatever the regularizer holds."""
 
     @property
     def total(self) -> int:
         """Activations and logits of an evaluation are not there at the same time."""
-        return self.weights + self.gathered + self.adapter + max(self.activations + self.work, self.logits)
+        kept = self.weights + self.gathered + self.adapter + self.regularizer
+        return kept + max(self.activations + self.work, self.logits)
 
     def __str__(self) -> str:
         causes = {"weights": self.weights, "gathered": self.gathered, "adapter": self.adapter}
+        causes |= {"regularizer": self.regularizer}
         training = {"activations": self.activations, "work": self.work}
         causes |= training if self.activations + self.work > self.logits else {"logits": self.logits}
         return " + ".join(f"{gib(count)} {cause}" for cause, count in causes.items() if count)
@@ -198,6 +246,8 @@ def footprint(
     rows: int | None = None,
     device: str = "cuda",
     expert_parallel: int = 1,
+    packed: bool = False,
+    regularizer: RegularizerConfig | None = None,
 ) -> Footprint:
     """What a rank of `mesh` holds.
 
@@ -205,13 +255,15 @@ def footprint(
         rows: of a micro-batch on one rank; by default its share of `train.batch_size`.
         device: kind of device, which settles how many logits are made at once.
         expert_parallel: data ranks that share out the experts of every block, and so never gather those of others.
+        packed: whether rows hold several samples, which a CPU keeps apart by a dense mask.
+        regularizer: what is held for it; None: nothing.
     """
     width = WIDTHS[train.precision]
     stored = 2 if train.backbone_precision == "bf16" else width
-    packed = _PACKED_BYTES.get(train.quantization or "", stored)
+    each = _PACKED_BYTES.get(train.quantization or "", stored)
     shards = mesh.dp * mesh.cp
-    block, end = max(backbone.blocks) * packed, max(backbone.ends, default=0) * stored
-    others = backbone.expert_elements * (1 - 1 / expert_parallel) * packed
+    block, end = max(backbone.blocks) * each, max(backbone.ends, default=0) * stored
+    others = backbone.expert_elements * (1 - 1 / expert_parallel) * each
     unit = int(max(block - others, end)) // mesh.tp
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
     outside = sum(backbone.ends) * stored if mesh.pp == 1 else end
@@ -224,18 +276,46 @@ def footprint(
     rows = rows or math.ceil(train.batch_size / (mesh.replicate * mesh.dp))
     tokens = rows * train.max_length
     kept = int(_activations(backbone, mesh, adapter, train) * _in_flight(mesh, train, rows))
+    if packed and device == "cpu":
+        kept += int(mask_bytes(layers, train) * _in_flight(mesh, train, rows))
     state = _STATE_BYTES * backbone.adapter // (mesh.pp * held)
-    work = _work(backbone, mesh, adapter, train, rows, device)
+    work = work_bytes(backbone, mesh, adapter, train, rows, device)
     if mesh.pp == 1 and train.accumulate == 1:  # gradients come while activations go
         work = max(0, work - state // 4)
+    regularizer = regularizer or Plain()
+    parts = mesh.tp * mesh.pp
+    at_once = 1 / layers if train.checkpointing == "full" else 1.0
+    held_for = perturbation_bytes(
+        regularizer,
+        backbone.layers,
+        adapter=backbone.adapter,
+        held=held,
+        tokens=tokens / mesh.cp * at_once,
+        stored=stored,
+        width=width,
+    )
+    casts = _casts(backbone, mesh, train)
+    fused = isinstance(regularizer, GGPO | FlatLora) or (isinstance(regularizer, MGPO) and regularizer.form == "code")
+    if fused and not (adapter.dora or adapter.dropout):  # one product for noise and adapter, which keeps no copies
+        casts = 0
+    if isinstance(regularizer, BiLora) and train.precision != "fp32":
+        casts += 2 * regularizer.rank * sum(map(sum, backbone.layers)) // parts
     return Footprint(
         weights=stage // (shards if mesh.zero == 3 else 1),
         gathered=gathered,
         adapter=state,
-        activations=kept + _casts(backbone, mesh, train),
+        activations=kept + casts,
         work=work,
-        logits=min(_LOGITS_BYTES, 4 * tokens * backbone.vocabulary),
+        logits=min(_LOGITS_BYTES, 4 * (rows if backbone.whole_rows else tokens) * backbone.outputs),
+        regularizer=held_for // parts,
     )
+
+
+def mask_bytes(layers: int, train: Train) -> int:
+    """Of the dense masks of one packed row on a CPU: which tokens see which, and for each of so many layers what is
+    added to its scores (`finetune.compute.attention`). Of recomputed attention one layer's is there at a time."""
+    kept = layers if train.checkpointing == "none" else 1
+    return train.max_length**2 * (1 + kept * WIDTHS[train.precision])
 
 
 def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
@@ -269,27 +349,33 @@ def _block(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float
     return (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
 
 
-def _work(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
+def work_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
     """Bytes at the worst of three moments, beyond what is kept by then.
 
     The loss: a slice of logits in float32, and in fewer bits what it is made of; supervised states, their gradient and
-    the last norm's result. The last norm's backward pass: its sums in float32 and three gradients of states. A block's:
-    two gradients of the feed-forward's width, or those of its norms. Where blocks are recomputed, one is kept by the
-    last of these moments only.
+    the last norm's result (a head that judges rows reads one state of each, and has few logits). The last norm's
+    backward pass: its sums in float32 and three gradients of states. A block's: two gradients of the feed-forward's
+    width, or those of its norms. Where blocks are recomputed, one is kept by the last of these moments only.
     """
     width = WIDTHS[train.precision]
     piece = rows if mesh.pp == 1 else math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
     tokens = piece * train.max_length // mesh.cp
     states = tokens * backbone.hidden
-    cut = -(-backbone.vocabulary // mesh.tp)
-    logits = min(slice_rows(cut, device, width), tokens) * cut * (4 + (width if width < 4 else 0))
-    loss = 3 * width * states + logits
+    cut = -(-backbone.outputs // mesh.tp)
+    read = piece if backbone.whole_rows else backbone.supervised * tokens
+    logits = min(slice_rows(cut, device, width), read) * cut * (4 + (width if width < 4 else 0))
+    loss = int(width * (states + 2 * read * backbone.hidden) + logits)
     norm = (20 if width < 4 else 16) * states
     block = max(2 * width * tokens * backbone.feed_forward // mesh.tp, 12 * states)
     if train.checkpointing != "full":
         return max(loss, norm, block)
-    recomputed = int(_block(backbone, mesh, adapter, train) * tokens * backbone.hidden)
+    recomputed = recomputed_bytes(backbone, mesh, adapter, train, tokens)
     return max(loss - recomputed, norm - recomputed, block)
+
+
+def recomputed_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, tokens: int) -> int:
+    """Of the one block that `train.checkpointing: full` computes again, over so many tokens."""
+    return int(_block(backbone, mesh, adapter, train) * tokens * backbone.hidden)
 
 
 def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import WIDTHS, Adapter, Mesh, Train
+from ..config import WIDTHS, Mesh, Train
 from ..errors import UserError
 from ..figures import duration, gib
 from ..models.families import FAMILIES, pipeline_families
@@ -29,8 +29,9 @@ AXES = ("pp", "replicate", "dp", "cp", "tp")
 
 _RESERVED = (1.03, 1.10)
 """The allocator's pool ÷ what is in use."""
-_OUTSIDE = (1.5, 3.0)
-"""GiB of CUDA context and NCCL buffers, which nvidia-smi counts besides."""
+_CONTEXT, _NCCL = (0.5, 1.0), (1.0, 2.0)
+"""GiB that nvidia-smi counts besides: of a process's CUDA context, and of NCCL's buffers where there is more than one
+rank."""
 _RECOMPUTE = ("none", "selective", "full")
 _UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
 """Of the adapter: what trains beside LoRA, or in its place."""
@@ -86,6 +87,13 @@ class Layout:
         return self.flops / (self.time.total * self.cluster.count * self.cluster.device.flops)
 
     @property
+    def outside(self) -> dict[str, tuple[float, float]]:
+        """Least and most GiB that a device gives beside the allocator's pool, by cause; of a CPU none."""
+        if self.cluster.kind != "cuda":
+            return {}
+        return {"context": _CONTEXT} | ({"nccl": _NCCL} if self.mesh.size > 1 else {})
+
+    @property
     def name(self) -> str:
         """Its axes."""
         name = mesh_name(self.mesh) or "one device"
@@ -96,6 +104,7 @@ class Layout:
         """For JSON and pages."""
         axes = {axis: getattr(self.mesh, axis) for axis in AXES if getattr(self.mesh, axis) > 1}
         gigabytes = self.needs.total / 2**30
+        outside = [sum(ends) for ends in zip(*self.outside.values(), strict=True)] or [0.0, 0.0]
         more = {"expert_parallel": self.expert_parallel} if self.expert_parallel > 1 else {}
         return {
             "name": self.name,
@@ -108,8 +117,9 @@ class Layout:
             "bytes": {**{f.name: getattr(self.needs, f.name) for f in dataclasses.fields(self.needs)}},
             "allocated_gib": round(gigabytes, 2),
             "reserved_gib": [round(gigabytes * share, 2) for share in _RESERVED],
+            "outside_gib": {cause: list(ends) for cause, ends in self.outside.items()},
             "nvidia_smi_gib": [
-                round(gigabytes * share + more, 2) for share, more in zip(_RESERVED, _OUTSIDE, strict=True)
+                round(gigabytes * share + more, 2) for share, more in zip(_RESERVED, outside, strict=True)
             ],
             "short_gib": round(self.short / 2**30, 2),
             "seconds": {name: float(f"{value:.4g}") for name, value in vars(self.time).items()},
@@ -175,7 +185,8 @@ def layouts(
                 trained = dataclasses.replace(batch, checkpointing=how)  # type: ignore[arg-type]
                 read = settings.task.as_read(trained)
                 for variant, shared in _variants(mesh, sizes):
-                    layout = priced(variant, read, sizes, settings.adapter, cluster, expert_parallel=shared)
+                    own = dataclasses.replace(settings, mesh=variant, train=read)
+                    layout = priced(own, sizes, cluster, expert_parallel=shared)
                     layout = dataclasses.replace(layout, train=trained)
                     key = (*(getattr(mesh, axis) for axis in AXES), shared)
                     if key not in found or layout.order < found[key].order:
@@ -245,13 +256,13 @@ def update_seconds(sizes: Sizes, cluster: Cluster, settings: Settings) -> float 
     except UserError:
         return None
     read = settings.task.as_read(settings.train)
-    return priced(settings.mesh, read, sizes, settings.adapter, cluster).time.total
+    return priced(dataclasses.replace(settings, train=read), sizes, cluster).time.total
 
 
-def priced(
-    mesh: Mesh, train: Train, sizes: Sizes, adapter: Adapter, cluster: Cluster, *, expert_parallel: int = 1
-) -> Layout:
-    """One layout of all the cluster's devices, with its bytes and seconds."""
+def priced(settings: Settings, sizes: Sizes, cluster: Cluster, *, expert_parallel: int = 1) -> Layout:
+    """One layout of all the cluster's devices, with its bytes and seconds; `settings.train` with the rows that the
+    model reads (`Task.as_read`), `sizes` under the task."""
+    mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
     data = mesh.replicate * mesh.dp
     rows = train.batch_size // data
@@ -282,7 +293,7 @@ def priced(
         hidden=sizes.hidden,
         heads=sizes.heads,
         products=sizes.products + sizes.adapter / blocks,
-        head=sizes.vocabulary * sizes.hidden,
+        head=sizes.outputs * sizes.hidden,
         sequence=sequence,
         rows=of_piece,
         micro=pieces,
@@ -303,7 +314,14 @@ def priced(
     attention = 12 * train.max_length * sizes.hidden * blocks
     flops = tokens * (4 * (blocks * sizes.products + work.head) + 6 * sizes.adapter + attention)
     needs = footprint(
-        sizes, mesh=mesh, adapter=adapter, train=train, device=cluster.kind, expert_parallel=expert_parallel
+        sizes,
+        mesh=mesh,
+        adapter=adapter,
+        train=train,
+        device=cluster.kind,
+        expert_parallel=expert_parallel,
+        packed=settings.task.pack,
+        regularizer=settings.regularizer,
     )
     took = seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
     return Layout(mesh, train, needs, took, flops, cluster, expert_parallel)

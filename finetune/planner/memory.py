@@ -2,8 +2,9 @@
 
 Weights, gradients and optimizer state are counted; activations are measured: a short row goes forward in training
 mode while autograd's saved tensors are summed, at the run's own length if that is short, else at two lengths, and the
-line through them is read off at the row length and batch size of the run. Not in it: the allocator's slack, the
-libraries, and short-lived temporaries except the slice of logits. On a mesh everything is counted on the model as it
+line through them is read off at the row length and batch size of the run. What the loss and the backward pass take
+beside them, dense masks of packed rows and a regularizer's state are the closed forms of `finetune.planner.footprint`.
+Not in it: the allocator's slack and the libraries. On a mesh everything is counted on the model as it
 was cut, without activations; volumes are those of ring collectives: a rank sends (n − 1)/n of what is gathered or
 reduced.
 """
@@ -12,23 +13,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+from regularizers.config import RegularizerConfig
 
 from ..adapters.adapter import trainable
 from ..adapters.projector import blank_features
 from ..compute.capabilities import kept_draws
 from ..compute.numerics import SHORT, attention, without_input_casts
 from ..compute.precision import autocast, read_precision
-from ..config import WIDTHS, Mesh, Optimizer, OptimizerKind, Train
+from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
+from ..errors import UserError
 from ..figures import gib
 from ..models.anatomy import blocks
 from ..models.quantize import scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local
 from ..parallel.pipeline.plan import bubble, full_pieces, pieces_per_micro, virtual_stages
+from .footprint import Sizes, mask_bytes, recomputed_bytes, work_bytes
+from .perturbation import perturbation_bytes
+
+if TYPE_CHECKING:
+    from ..tasks import Task
 
 _PROBE = (SHORT + 8, SHORT + 24)
 """Tokens: on a CPU shorter rows are attended to in another way."""
@@ -53,6 +62,10 @@ class MemoryPlan:
     """Two moments of the adapter, as `optimizer.kind` keeps them."""
     activations: int
     """Kept between forward and backward by one micro-batch of the longest rows."""
+    work: int = 0
+    """What the loss, or a block's backward pass, needs besides while those are there."""
+    regularizer: int = 0
+    """Noise, momentum, a second adapter, dense gradients: whatever the regularizer holds."""
 
     @property
     def total(self) -> int:
@@ -65,9 +78,22 @@ class MemoryPlan:
         return dict(vars(self))
 
 
-def memory_plan(model: nn.Module, *, train: Train, kind: OptimizerKind = "adamw") -> MemoryPlan:
-    """Count and measure (see the module's text); the model's mode and the global random state are left as they were."""
+def memory_plan(
+    model: nn.Module,
+    *,
+    train: Train,
+    kind: OptimizerKind = "adamw",
+    task: Task | None = None,
+    regularizer: RegularizerConfig | None = None,
+) -> MemoryPlan:
+    """Count and measure (see the module's text); the model's mode and the global random state are left as they were.
+
+    task: what the loss reads, and whether rows are packed; None: a sample a row, and every token of it.
+    """
     train = read_precision(train, model)
+    lora, device = lora_factors(model), next(model.parameters()).device
+    narrow = train.precision != "fp32" and train.adapter_precision != "bf16" and train.checkpointing == "none"
+    casts = 2 * sum(a.numel() + b.numel() for a, b in lora) if narrow else 0  # once for all rows
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}
@@ -77,7 +103,64 @@ def memory_plan(model: nn.Module, *, train: Train, kind: OptimizerKind = "adamw"
         adapter=adapter,
         gradients=adapter,
         optimizer=state_bytes([p.numel() for p in trainable(model).values()], kind),
-        activations=round(per_row * train.batch_size),
+        activations=round(max(0, per_row - casts) * train.batch_size) + casts + _mask(model, train, task, device),
+        work=_work(model, train, task, adapter, device),
+        regularizer=_perturbation(model, train, regularizer),
+    )
+
+
+def lora_factors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """A (r, n) and B (m, r) of every LoRA layer over a matrix."""
+    found = []
+    for module in model.modules():
+        downs, ups = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
+        if isinstance(downs, nn.ModuleDict) and isinstance(ups, nn.ModuleDict):
+            pairs: list[Any] = [(downs[name], ups[name]) for name in downs if name in ups]
+            found += [(a.weight, b.weight) for a, b in pairs if a.weight.ndim == 2]
+    return found
+
+
+def _mask(model: nn.Module, train: Train, task: Task | None, device: torch.device) -> int:
+    packed = task is not None and task.pack and device.type == "cpu"
+    return mask_bytes(len(blocks(model)), train) * train.batch_size if packed else 0
+
+
+def _work(model: Any, train: Train, task: Task | None, gradients: int, device: torch.device) -> int:
+    """By the closed forms; 0 where the configuration does not have what they need."""
+    factors = lora_factors(model)
+    ranks = max((len(a) for a, _ in factors), default=0)
+    shapes = {
+        name.removeprefix("base_model.model.").replace(".base_layer.", "."): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
+    adapter = Adapter(rank=max(ranks, 1))
+    try:
+        sizes = Sizes.of(model.config.to_dict(), shapes, adapter)
+    except UserError:
+        return 0
+    if task is not None:
+        sizes = sizes.under(task, classes=getattr(model.config, "num_labels", None))
+    found = work_bytes(sizes, Mesh(), adapter, train, train.batch_size, device.type)
+    if train.checkpointing == "full":
+        found += recomputed_bytes(sizes, Mesh(), adapter, train, train.batch_size * train.max_length)
+    return max(0, found - gradients) if train.accumulate == 1 else found  # these come while activations go
+
+
+def _perturbation(model: nn.Module, train: Train, regularizer: RegularizerConfig | None) -> int:
+    if regularizer is None:
+        return 0
+    factors = lora_factors(model)
+    frozen = next((p for p in model.parameters() if not p.requires_grad), None)
+    at_once = 1 / max(1, len(blocks(model))) if train.checkpointing == "full" else 1.0
+    return perturbation_bytes(
+        regularizer,
+        [(len(b), a.shape[1]) for a, b in factors],
+        adapter=sum(a.numel() + b.numel() for a, b in factors),
+        held=1,
+        tokens=train.batch_size * train.max_length * at_once,
+        stored=4 if frozen is None else frozen.element_size(),
+        width=WIDTHS[train.precision],
     )
 
 
@@ -145,7 +228,9 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: Me
             f"{_NAMES.get(optimizer.kind, optimizer.kind)}, two moments, lr {optimizer.lr:g}, {optimizer.schedule}",
         ),
         ("activations", plan.activations, f"estimate, {train.batch_size} rows × {train.max_length} tokens"),
-        ("together", plan.total, "without temporaries and libraries"),
+        ("work", plan.work, "the loss, or a block's backward pass, besides"),
+        *([("regularizer", plan.regularizer, "its noise and state")] if plan.regularizer else []),
+        ("together", plan.total, "without libraries and the allocator's slack"),
     ]
     width = max(len(name) for name, _, _ in causes)
     device = next(model.parameters()).device

@@ -50,6 +50,10 @@ class MaskedLM(Objective):
     def no_axes(self) -> Mapping[str, str]:
         return dict.fromkeys(("tp", "pp", "cp"), "its head is not cut")
 
+    @property
+    def supervised(self) -> float:
+        return self.share
+
     def masking(self, tokenizer: PreTrainedTokenizerBase) -> Masking:
         from ..data.masking import Masking
 

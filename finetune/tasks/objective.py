@@ -170,6 +170,11 @@ class Objective:
         return "examples" if self.by_example else "tokens"
 
     @property
+    def supervised(self) -> float:
+        """Largest share of a row's tokens that the loss reads."""
+        return 1.0
+
+    @property
     def mismatches(self) -> bool:
         """Whether each answer is lost by itself, beside answers to other prompts (by_answer)."""
         return False

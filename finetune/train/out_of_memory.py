@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..compute.process_memory import process_bytes
 from ..config import Optimizer, Train
 from ..errors import OutOfMemory, is_out_of_memory
 from ..figures import gib
@@ -28,7 +29,6 @@ from ..models.quantize import scales
 from ..parallel.layout import local
 from ..planner.memory import MemoryPlan, memory_plan, state_bytes
 from .checkpointer import steps
-from .peak_memory import process_bytes
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
@@ -246,6 +246,7 @@ def message(
         "optimizer state": plan.optimizer,
         "activations": plan.activations,
     }
+    causes |= {name: count for name, count in (("work", plan.work), ("regularizer", plan.regularizer)) if count}
     parts = ", ".join(f"{name} {gib(count)}" for name, count in causes.items())
     advice = ", then ".join(map(str, options[:2])) or "a smaller backbone, or a device with more memory"
     return (

@@ -1,8 +1,10 @@
 """How much memory updates take, to be put beside the plan (`finetune.planner.memory`).
 
-On a CUDA device it is the allocator's own peak. On a CPU nobody counts, so a thread samples the process's anonymous
-memory while an update runs, and what the process held before the first one is taken off: libraries, weights and the
-adapter are then not in it, and peaks between two samples are missed.
+On a CUDA device it is the allocator's own peak. On a CPU a thread asks the C library, while an update runs, how much it
+has handed out (glibc's mallinfo2), and what that was before the update is taken off: weights, the adapter and the
+optimizer's state are then not in it, and peaks between two samples are missed. The first update also loads libraries,
+so it counts only where it is the only one. What the process grew by in resident memory since before all updates is told
+beside it: the C library keeps what was given back to it, and oneDNN what it has compiled. It may be twice as much.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..compute.process_memory import handed_out, process_bytes
 from ..planner.memory import MemoryPlan
 
 _EVERY = 0.02
@@ -38,9 +40,11 @@ class UpdateMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peak: int | None = None
+        self._level = 0
+        """Bytes handed out before the update under way (CPU)."""
         self._reserved: int | None = None
         self._seconds: list[float] = [0.0, 0.0]  # sum and count of all but the first
-        self._first = True
+        self._made = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._base = process_bytes("RssAnon")
@@ -51,10 +55,10 @@ class UpdateMeter:
         began = time.monotonic()
         with self._allocator() if self._device.type == "cuda" else self._sampled():
             yield
-        if not self._first:
+        if self._made:
             self._seconds[0] += time.monotonic() - began
             self._seconds[1] += 1
-        self._first = False
+        self._made += 1
 
     @contextlib.contextmanager
     def _allocator(self) -> Iterator[None]:
@@ -67,7 +71,9 @@ class UpdateMeter:
 
     @contextlib.contextmanager
     def _sampled(self) -> Iterator[None]:
-        done = threading.Event()
+        done, self._level = threading.Event(), handed_out() or 0
+        if self._made == 1:  # the first made more than the others do
+            self._peak = None
 
         def watch() -> None:
             while not done.wait(_EVERY):
@@ -83,34 +89,29 @@ class UpdateMeter:
             self._sample()
 
     def _sample(self) -> None:
-        now = process_bytes("RssAnon")
-        if now is not None and self._base is not None:
-            self._peak = max(self._peak or 0, now - self._base)
+        now, resident = handed_out(), process_bytes("RssAnon")
+        if now is not None:
+            self._peak = max(self._peak or 0, now - self._level)
+        if resident is not None and self._base is not None:
+            self._reserved = max(self._reserved or 0, resident - self._base)
 
     def beside(self, planned: PlannedUpdate) -> dict[str, Any]:
         """Plan and measure as `stages/<name>/done.json` has them. Bytes and seconds; None: not known.
 
-        `predicted` is of the same causes as `measured`: all of them on a CUDA device, on a CPU those that come with
-        updates (gradients, optimizer state, activations).
+        `predicted` is of the same causes as `measured`: all of them on a CUDA device, on a CPU those that come and go
+        with every update (gradients, activations, work, what the regularizer holds). `reserved`: what the allocator has
+        from a CUDA device; what the process grew by on a CPU.
         """
         memory, (total, count) = planned.memory, self._seconds
         cuda = self._device.type == "cuda"
         return {
             "bytes": memory.causes,
-            "predicted": memory.total if cuda else memory.gradients + memory.optimizer + memory.activations,
+            "predicted": memory.total
+            if cuda
+            else memory.gradients + memory.activations + memory.work + memory.regularizer,
             "measured": self._peak,
             "reserved": self._reserved,
             "what": "allocated" if cuda else "growth",
             "predicted_s": planned.seconds,
             "measured_s": round(total / count, 6) if count else None,
         }
-
-
-def process_bytes(field: str) -> int | None:
-    """Of this process by /proc/self/status: VmRSS all that is resident, RssAnon without mapped files; None where the
-    kernel does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
-    return None

@@ -39,13 +39,14 @@ class Flags:
     price: float | None = None
     """Of a device for an hour: prints what the recipe's steps cost."""
     tokens: float | None = None
-    """Tokens to be trained on, for hours and cost; by default the recipe's train.steps."""
+    """Tokens to be trained on, for hours and cost; by default those of the recipe's train.steps; of train.epochs the
+    rows of its own files are counted."""
     out: Path | None = None
     """File for what --json prints, or NAME.html for a page of figures."""
     json: bool = False
     """Print all layouts as JSON."""
     calibrate: bool = False
-    """Measure in about a minute what this machine reaches of its device's rates, and keep it for later plans."""
+    """Measure in two minutes what this machine reaches of its device's rates, and keep it for later plans."""
 
 
 def run(argv: list[str]) -> int:

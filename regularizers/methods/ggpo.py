@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from regularizers.config import GGPO, FlatLora
+from regularizers.config import GGPO, FlatLora, default_rank
 from regularizers.errors import RegularizerError
 from regularizers.layers.branch import NoiseBranch
 from regularizers.layers.frozen import accumulation_dtype
@@ -28,7 +28,7 @@ from regularizers.mesh import ALONE, Placement
 from regularizers.methods import checks
 from regularizers.methods.bank import FIGURES, Bank
 from regularizers.methods.checks import claim, release
-from regularizers.methods.guidance import default_rank, scheduled_sigma
+from regularizers.methods.guidance import scheduled_sigma
 from regularizers.methods.samples import Batches
 from regularizers.protocol import Figures, Regularizer
 

@@ -1,4 +1,4 @@
-"""How GGPO's noise power is shared among the rows of a layer, over training, and how its rank is chosen.
+"""How GGPO's noise power is shared among the rows of a layer, and over training.
 
 Pure functions over flat vectors: the rows of all layers one after another, `owner` (rows,) naming each row's layer.
 Sources: LoRA-GGPO (arXiv 2502.14538 v1) for the sum of weight and gradient norms, Flat-LoRA (arXiv 2409.14396) for
@@ -15,11 +15,6 @@ from torch import Tensor
 
 Mode = Literal["relative", "relative-product", "paper"]
 Schedule = Literal["constant", "linear", "cosine"]
-
-
-def default_rank(rows: int, columns: int) -> int:
-    """k = clip(2^⌊log2(min(m, n)/256)⌋, 8, 32): larger matrices need more columns to stay near Gaussian in norm."""
-    return min(32, max(8, 2 ** math.floor(math.log2(max(1, min(rows, columns)) / 256))))
 
 
 def scheduled_sigma(sigma: float, schedule: Schedule, step: int, total_steps: int) -> float:

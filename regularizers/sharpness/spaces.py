@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from regularizers.config import default_rank
 from regularizers.errors import RegularizerError
 from regularizers.layers.adapters import Adapters
 from regularizers.layers.frozen import is_quantised
 from regularizers.layers.signs import Side, signs
 from regularizers.layers.sites import LoraSite, find_lora_sites
-from regularizers.methods.guidance import default_rank
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
 """Gives the loss over fixed batches: a scalar, or an iterable of scalar terms whose sum it is. A generator is best for

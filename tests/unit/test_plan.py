@@ -16,7 +16,9 @@ from finetune.planner import calibration
 from finetune.planner.cluster import KNOWN, Cluster, read_sizes
 from finetune.planner.footprint import Sizes, footprint
 from finetune.planner.layouts import priced
+from finetune.planner.rules import Settings
 from finetune.planner.throughput import DEVICES, Constants, Work, seconds
+from finetune.tasks import LanguageModel
 from flatshift.cli import run
 
 
@@ -157,6 +159,29 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "does not fit" in capsys.readouterr().out
 
 
+def test_epochs_are_counted_from_the_recipes_own_files(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "classify", "--train.epochs", "2", "--gpus", "1xT4", "--json"]
+    assert run(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    best, data = found["layouts"][found["best"]], found["data"]
+    update = best["batch_size"] * best["accumulate"]
+    assert data["updates"] == -(-2 * data["rows"] // update) and data["tokens"] > data["rows"]
+    assert found["hours"] == pytest.approx(data["updates"] * best["update_s"] / 3600, rel=0.02, abs=0.001)
+    assert run([*words, "--model", "llama-3.2-3b"]) == 2
+    assert "--model names another" in capsys.readouterr().err
+
+
+def test_context_and_nccl_are_causes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "llama-3.2-3b", "--regularizer.kind", "ggpo", "--train.batch_size", "8", "--json"]
+    for gpus, outside in (("1xH100-80", {"context"}), ("2xH100-80", {"context", "nccl"})):
+        assert run([*words, "--gpus", gpus]) == 0
+        layout = json.loads(capsys.readouterr().out)["layouts"][0]
+        assert set(layout["outside_gib"]) == outside and layout["bytes"]["regularizer"] > 0
+        low, high = (sum(ends) for ends in zip(*layout["outside_gib"].values(), strict=True))
+        shown = [layout["reserved_gib"][0] + low, layout["reserved_gib"][1] + high]
+        assert layout["nvidia_smi_gib"] == pytest.approx(shown, abs=0.02)
+
+
 def test_a_broken_config_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 0}', encoding="utf-8"
@@ -287,7 +312,8 @@ def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_MIXTRAL), encoding="utf-8")
     sizes, cluster = read_sizes(tmp_path, Adapter()), Cluster.parse("8xH100-80")
     train = Train(precision="bf16", batch_size=8, max_length=64)
-    whole, shared = (priced(Mesh(dp=8), train, sizes, Adapter(), cluster, expert_parallel=number) for number in (1, 8))
+    settings = Settings(Mesh(dp=8), train, Adapter(), LanguageModel())
+    whole, shared = (priced(settings, sizes, cluster, expert_parallel=number) for number in (1, 8))
     assert whole.needs.weights == shared.needs.weights
     block = max(sizes.blocks)
     assert whole.needs.gathered == 2 * 2 * block

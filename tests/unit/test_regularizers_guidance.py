@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from regularizers.config import default_rank
 from regularizers.methods.guidance import (
     debiased,
-    default_rank,
     gradient_form,
     gradient_level,
     layer_means,

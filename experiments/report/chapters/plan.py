@@ -19,6 +19,9 @@ _CAUSES = {
     "activations": "activations kept for backward",
     "work": "loss and backward pass at work",
     "logits": "logits of an evaluation",
+    "regularizer": "regularizer's noise and state",
+    "context": "CUDA context, at most",
+    "nccl": "NCCL's buffers, at most",
     "products": "matrix products",
     "elements": "element-wise traffic",
     "tensor": "tensor parallelism",
@@ -42,7 +45,7 @@ def page(document: Mapping[str, Any]) -> str:
     else:
         finding = f"It does not fit: the nearest mesh, {best['name']}, is short of {best['short_gib']:g} GiB a device."
     sections = [
-        Section("Memory by cause", [_bars(_held(best["bytes"]), gib)], f"Of the fullest rank of {best['name']}."),
+        Section("Memory by cause", [_bars(_held(best), gib)], f"Of the fullest rank of {best['name']}."),
         Section("Time by cause", [_bars(best["seconds"], duration)], f"Of an update on {best['name']}."),
         _meshes(document["layouts"], document["best"]),
         Section("How far to trust this", [Notes(document["notes"])]),
@@ -57,8 +60,9 @@ def page(document: Mapping[str, Any]) -> str:
     return render([chapter])
 
 
-def _held(causes: Mapping[str, int]) -> dict[str, int]:
+def _held(best: Mapping[str, Any]) -> dict[str, int]:
     """Without what is there at another time only: logits of an evaluation, or what training keeps."""
+    causes = best["bytes"] | {cause: int(ends[1] * 2**30) for cause, ends in best["outside_gib"].items()}
     training = causes["activations"] + causes["work"]
     absent = {"logits"} if training >= causes["logits"] else {"activations", "work"}
     return {name: value for name, value in causes.items() if name not in absent}

@@ -1,0 +1,166 @@
+"""The plan beside what the allocator counts in an update of a small random model: heads that judge rows, hidden tokens,
+pairs of answers, packed rows, and what regularizers hold. Words are many, so that logits of them would be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import regularizers
+from benchmarks._harness import peak_bytes
+from finetune.compute import attention
+from finetune.compute.numerics import without_input_casts
+from finetune.compute.precision import autocast
+from finetune.config import Adapter, Mesh, Optimizer, Train
+from finetune.data.batches import MicroBatch, Sides
+from finetune.parallel.build import build_engine
+from finetune.parallel.mesh import World
+from finetune.planner.cluster import read_sizes
+from finetune.planner.footprint import footprint
+from finetune.planner.memory import memory_plan
+from finetune.tasks import Classify, LanguageModel, MaskedLM, Preference, Task
+from finetune.train.optimizer import AdapterOptimizer
+from regularizers.config import ASAM, GGPO, MGPO, SAM, BiLora, FlatLora, Plain, RegularizerConfig
+
+ROWS, TOKENS, WORDS, CLASSES = 4, 160, 12_000, 3
+ADAPTER = Adapter(rank=8)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def backbones(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("backbones")
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
+    about = {**sizes, "vocab_size": WORDS, "max_position_embeddings": 512, "pad_token_id": 0}
+    llama = transformers.LlamaConfig(**about, num_key_value_heads=2, tie_word_embeddings=False, use_cache=False)
+    bert = transformers.BertConfig(**about, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        transformers.LlamaForCausalLM(llama).save_pretrained(folder / "llama")
+        transformers.BertForMaskedLM(bert).save_pretrained(folder / "bert")
+    return {"llama": folder / "llama", "bert": folder / "bert"}
+
+
+def _micro(task: Task) -> tuple[MicroBatch, int]:
+    drawn = torch.Generator().manual_seed(1)
+    rows = ROWS * task.rows_of_example
+    ids = torch.randint(5, WORDS, (rows, TOKENS), generator=drawn)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    each = tuple((row,) for row in range(rows))
+    if task.by_example:
+        return MicroBatch(inputs, torch.arange(rows) % CLASSES, rows, rows, each, padded=False), rows
+    labels = ids.clone()
+    labels[:, 0] = -100
+    if task.hides_tokens:
+        labels[:, int(TOKENS * task.supervised) :] = -100
+    if task.pack:
+        half = torch.arange(TOKENS // 2).repeat(2)
+        labels[:, TOKENS // 2] = -100
+        inputs = {"input_ids": ids, "position_ids": half.expand(rows, -1)}
+    count, sides = int((labels != -100).sum()), None
+    chosen = (labels != -100).flatten().nonzero().flatten()
+    if task.by_answer:
+        signs = torch.tensor([1.0, -1.0]).repeat(ROWS)
+        sides, count = Sides(signs, (labels != -100).sum(1).float(), paired=True), ROWS
+    return MicroBatch(inputs, labels, count, rows, each, chosen=chosen, padded=False, sides=sides), count
+
+
+def _allocated(
+    backbone: Path, task: Task, train: Train, config: RegularizerConfig | None = None
+) -> tuple[float, dict[str, int]]:
+    """Bytes at the worst moment of the third update, and what a training would say before its first one, by cause."""
+    names = [str(number) for number in range(CLASSES)] if task.by_example else None
+    engine = build_engine(
+        str(backbone), task=task, adapter=ADAPTER, train=train, mesh=Mesh(), world=World.alone(CPU), label_names=names
+    )
+    said = memory_plan(engine.model, train=task.as_read(train), task=task, regularizer=config).causes
+    optimizer, regularizer = AdapterOptimizer(engine.parameters, Optimizer()), regularizers.build(config or Plain())
+    regularizer.attach(engine.model, seed=0, total_steps=10)
+    engine.model.train()
+    (micro, count), steps, head = _micro(task), itertools.count(), []
+
+    def update() -> None:
+        with without_input_casts(engine.model, train), attention.known(engine.model, CPU):
+            if not head:
+                with autocast(train, CPU):
+                    head.append(engine.find_head(micro.inputs, task=task))
+                engine.settle()
+            with regularizer.step(next(steps)) as passes:
+                for _ in passes:
+                    engine.forward_backward(
+                        [micro], count, task=task, head=head[0], context=lambda _: autocast(train, CPU)
+                    )
+        engine.clip(1.0)
+        optimizer.step(1e-3)
+        regularizer.updated(1e-3)
+
+    update()
+    update()
+    found = peak_bytes(update)
+    regularizer.detach()
+    return found, said
+
+
+def _planned(backbone: Path, task: Task, train: Train, config: RegularizerConfig | None = None) -> int:
+    sizes = read_sizes(backbone, ADAPTER).under(task, classes=CLASSES)
+    needs = footprint(
+        sizes,
+        mesh=Mesh(),
+        adapter=ADAPTER,
+        train=task.as_read(train),
+        device="cpu",
+        packed=task.pack,
+        regularizer=config,
+    )
+    return dataclasses.replace(needs, logits=0).total
+
+
+TRAIN = Train(batch_size=ROWS, max_length=TOKENS, precision="fp32")
+TASKS = {
+    "classes": ("llama", Classify(), {}),
+    "classes, bf16": ("llama", Classify(), {"precision": "bf16"}),
+    "classes of an encoder": ("bert", Classify(), {}),
+    "hidden tokens": ("bert", MaskedLM(), {}),
+    "pairs of answers": ("llama", Preference(), {}),
+    "packed rows": ("llama", LanguageModel(), {}),
+    "packed rows, recomputed": ("llama", LanguageModel(), {"checkpointing": "full", "precision": "bf16"}),
+}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_what_the_loss_reads_is_planned(name: str, backbones: dict[str, Path]) -> None:
+    kind, task, changed = TASKS[name]
+    train: Any = dataclasses.replace(TRAIN, **changed)
+    measured, said = _allocated(backbones[kind], task, train)
+    planned = _planned(backbones[kind], task, train)
+    assert planned == pytest.approx(measured, rel=0.05)
+    assert sum(said.values()) == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GGPO(),
+        GGPO(rank=32, probes=8),
+        FlatLora(schedule="constant"),
+        MGPO(),
+        MGPO(form="code"),
+        ASAM(),
+        BiLora(),
+        SAM(),
+    ],
+    ids=lambda config: f"{config.kind}-{getattr(config, 'form', getattr(config, 'rank', None))}",
+)
+def test_what_a_regularizer_holds_is_planned(config: RegularizerConfig, backbones: dict[str, Path]) -> None:
+    """Beside plain LoRA, so that an error elsewhere does not hide one here."""
+    task = LanguageModel(pack=False)
+    measured, plain = (_allocated(backbones["llama"], task, TRAIN, each)[0] for each in (config, None))
+    planned, bare = (_planned(backbones["llama"], task, TRAIN, each) for each in (config, None))
+    assert planned - bare == pytest.approx(measured - plain, rel=0.15)
+    assert planned == pytest.approx(measured, rel=0.05)
