@@ -16,6 +16,9 @@ from typing import Literal
 
 from selection.errors import SelectionError
 
+WORKING_GIB = 0.125
+"""What batches of texts and of pairs take beside the keys that are sorted."""
+
 
 def _bounds(config: object, **bounds: tuple[float | None, float | None]) -> None:
     """Refuse field values outside (low, high), ends included; None is unbounded and a None value passes.
@@ -177,6 +180,12 @@ class Hygiene:
     """Whose texts the pool must not repeat either (exact and near): the target; those that are judged on."""
     decontaminate: Decontaminate | None = None
     """Words in a row shared with texts that are judged on."""
+    memory_gib: float = 1.0
+    """Memory of all steps together, GiB, whatever the size of the pool; what does not fit is sorted on disk (TMPDIR),
+    with the same result. Pages of mapped files, which the system takes back, do not count."""
+
+    def __post_init__(self) -> None:
+        _bounds(self, memory_gib=(2 * WORKING_GIB, None))
 
     @property
     def on(self) -> bool:

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from selection.errors import SelectionError
-from selection.hygiene.config import Hygiene
+from selection.hygiene.config import WORKING_GIB, Hygiene
 from selection.hygiene.decontaminate import Decontaminator, Spans
 from selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
 from selection.hygiene.filters import judge
+from selection.hygiene.store import Growing, blocks, made
 
 Progress = Callable[[str, int], None]
 """Called as (what is done, rows so far)."""
@@ -69,7 +70,9 @@ class Cleaned:
     def counts(self) -> dict[str, int]:
         """Dropped rows by cause; every cause that could have dropped one is named."""
         found = dict.fromkeys((cause for cause, _ in self.rules[1:]), 0)
-        numbers = np.bincount(self.rule, minlength=len(self.rules))
+        numbers = np.zeros(len(self.rules), dtype=np.int64)
+        for low, high in blocks(len(self.rule)):
+            numbers += np.bincount(self.rule[low:high], minlength=len(self.rules))
         for (cause, _), count in zip(self.rules[1:], numbers[1:].tolist(), strict=True):
             found[cause] += count
         return found
@@ -84,11 +87,14 @@ class Cleaned:
         `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name).
         A row that was cut has the cause "cut" and its `pieces`.
         """
-        cut = np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces))
-        rows = np.union1d(np.flatnonzero(self.rule), cut)
+        cut = np.sort(np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces)))
         skip = sum(len(reference.texts) for reference in self.references)
-        for low in range(0, len(rows), _DROPS_AT_ONCE):
-            some = rows[low : low + _DROPS_AT_ONCE]
+        for low in range(0, len(self.rule), _DROPS_AT_ONCE):
+            high = low + _DROPS_AT_ONCE
+            here = cut[np.searchsorted(cut, low) : np.searchsorted(cut, high)]
+            some = np.union1d(low + np.flatnonzero(self.rule[low:high]), here)
+            if not len(some):
+                continue
             own = np.maximum(self.match[some] - skip, 0)  # of matches in the pool; of others row 0, which is not used
             if callable(ids):
                 names, matches = ids(some), ids(own)
@@ -174,8 +180,9 @@ class _Cleaning:
         self.compared = np.concatenate(
             [np.full(len(ref.texts), ref.name in settings.against) for ref in references] or [np.empty(0, dtype=bool)]
         )
-        self.exact = ExactDuplicates() if settings.exact else None
-        self.near = None if settings.near is None else NearDuplicates(settings.near, seed=seed)
+        memory = int((settings.memory_gib - WORKING_GIB) * 2**30)
+        self.exact = ExactDuplicates(memory=memory) if settings.exact else None
+        self.near = None if settings.near is None else NearDuplicates(settings.near, seed=seed, memory=memory)
         self.rules = [("kept", "")]
         self.diagnostics: dict[str, Any] = {}
         self.decontaminator = None
@@ -208,7 +215,7 @@ class _Cleaning:
 
     def _first_pass(self) -> None:
         """Filters, digests of whole texts and band keys."""
-        rules, values = [], []
+        rules, values = Growing(np.uint8), Growing(np.float64)
         for batch in self._batches(chain(self.earlier, self.texts), "filters and signatures", whole=True):
             numbers = np.zeros(len(batch), np.uint8)
             figures = np.full(len(batch), np.nan)
@@ -224,9 +231,8 @@ class _Cleaning:
             if self.near is not None:
                 self.near.sign(normalised)
         skip = len(self.earlier)
-        self.rule = np.concatenate([np.empty(0, np.uint8), *rules])[skip:]
-        self.value = np.concatenate([np.empty(0), *values])[skip:]
-        self.match = np.full(len(self.rule), -1)
+        self.rule, self.value = rules.array()[skip:], values.array()[skip:]
+        self.match = made(len(self.rule), np.int64, lambda low, high: -1)
 
     def _second_pass(self) -> None:
         """Shingle sets of proposed rows, and n-grams shared with evaluation texts."""
@@ -255,25 +261,26 @@ class _Cleaning:
             first, similarity = self.near.resolve()
             assert self.settings.near is not None
             rule = f"Jaccard similarity of at least {self.settings.near.threshold:g}, or a chain of such pairs"
-            self.value[:] = np.where(
-                self._drop_repeats(first, "near-duplicate", rule), similarity[len(self.earlier) :], self.value
-            )
+            self._drop_repeats(first, "near-duplicate", rule, similarity)
             self.diagnostics["near"] = self.near.diagnostics
 
-    def _drop_repeats(self, first: np.ndarray, cause: str, rule: str) -> np.ndarray:
-        """Drop the rows of the pool that have an earlier `first`; (N,) bool: which."""
+    def _drop_repeats(self, first: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
+        """Drop the rows of the pool that have an earlier `first`, each for its `value`. Both count references too."""
         number = self._number(cause, rule)
         skip = len(self.earlier)
-        repeats = first[skip:] != np.arange(skip, len(first))
-        self.rule[repeats] = number
-        self.match[repeats] = first[skip:][repeats]
-        return repeats
+        for low, high in blocks(len(self.rule)):
+            part = first[skip + low : skip + high]
+            repeats = np.flatnonzero(part != np.arange(skip + low, skip + high))
+            self.rule[low + repeats] = number
+            self.match[low + repeats] = part[repeats]
+            if value is not None:
+                self.value[low + repeats] = value[skip + low + repeats]
 
     def _decontaminate(self) -> dict[int, Spans]:
         finder, settings = self.decontaminator, self.settings.decontaminate
         if finder is None or settings is None:
             return {}
-        rows, owner = finder.contaminated(self.rule == 0)
+        rows, owner = finder.contaminated(self._alive()[len(self.earlier) :])
         self.diagnostics["decontaminate"] = finder.diagnostics
         before = 0  # the evaluation texts' place among the references
         places: list[int] = []
@@ -302,7 +309,11 @@ class _Cleaning:
 
     def _alive(self) -> np.ndarray:
         """(R + N,) bool: rows that take part in a comparison."""
-        return np.concatenate([self.compared, self.rule == 0])
+        alive = Growing(np.bool_)
+        alive.append(self.compared)
+        for low, high in blocks(len(self.rule)):
+            alive.append(self.rule[low:high] == 0)
+        return alive.array()
 
     def _number(self, cause: str, rule: str) -> int:
         if (cause, rule) not in self.rules:
