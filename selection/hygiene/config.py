@@ -160,12 +160,15 @@ class Decontaminate:
 
 @dataclass(frozen=True, kw_only=True)
 class Hygiene:
-    """Steps in this order: length, language, repetition, exact duplicates, near-duplicates, decontamination.
+    """Steps in this order: drops, length, language, repetition, exact duplicates, near-duplicates, decontamination.
 
     Every record that goes is listed in drops.jsonl with its cause and the id of its match, and counted in
     manifest.json.
     """
 
+    drops: tuple[str, ...] = ()
+    """Files of another tool's answer, CSV, JSONL or Parquet with a line for each record to drop: its `id`, and where it
+    is told `match`, the id of what it repeats, and `why`."""
     length: Length | None = None
     """Too short or too long."""
     language: Language | None = None
@@ -191,4 +194,4 @@ class Hygiene:
     def on(self) -> bool:
         """Whether any step is turned on."""
         steps = (self.length, self.language, self.repetition, self.near, self.decontaminate)
-        return self.exact or any(step is not None for step in steps)
+        return bool(self.drops) or self.exact or any(step is not None for step in steps)

@@ -23,6 +23,7 @@ from selection.hygiene.config import WORKING_GIB, Hygiene
 from selection.hygiene.decontaminate import Decontaminator, Spans
 from selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
 from selection.hygiene.filters import judge
+from selection.hygiene.listed import Listed
 from selection.hygiene.store import Growing, blocks, made
 
 Progress = Callable[[str, int], None]
@@ -30,6 +31,8 @@ Progress = Callable[[str, int], None]
 
 NamesOf = Callable[[np.ndarray], Sequence[str]]
 
+LISTED = "listed"
+"""The cause of records that another tool told to drop."""
 _DROPS_AT_ONCE = 4096
 CHARACTERS = 1 << 20
 """Characters of a batch of texts, and at most 4,096 texts (one long text may be a batch of its own)."""
@@ -60,6 +63,8 @@ class Cleaned:
     references: Sequence[Reference]
     pieces: Mapping[int, Spans]
     """Row → (start, end) of the pieces that stay of it, in characters; only rows that were cut."""
+    listed: Listed | None = None
+    """What another tool told to drop."""
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -84,7 +89,8 @@ class Cleaned:
 
         ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts
         by its name; their places where absent.
-        `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name).
+        `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name); of
+        a listed record what its list says.
         A row that was cut has the cause "cut" and its `pieces`.
         """
         cut = np.sort(np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces)))
@@ -105,6 +111,10 @@ class Cleaned:
 
     def _drop(self, row: int, name: str, twin: str, reference_ids: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         cause, rule = self.rules[self.rule[row]] if self.rule[row] else ("cut", "words shared with eval cut out")
+        if cause == LISTED and self.listed is not None:
+            match, why = self.listed.told(row)
+            known = {"match": match, "match_in": None if match is None else "pool"}
+            return {"id": name, "cause": cause, "rule": why or rule, "value": None, **known}
         value = float(self.value[row])
         where, place = self._place(int(self.match[row]))
         if where is not None and where in reference_ids:
@@ -137,6 +147,7 @@ def clean(
     *,
     references: Sequence[Reference] = (),
     seed: int = 0,
+    listed: Listed | None = None,
     batch_characters: int = CHARACTERS,
     progress: Progress | None = None,
 ) -> Cleaned:
@@ -147,16 +158,20 @@ def clean(
         references: their texts are never dropped. Those named in `settings.against` count as earlier rows for exact
             and near-duplicates; those called "eval" are what decontamination looks for.
         seed: of the hash functions of MinHash.
+        listed: the entries of `settings.drops`, found among the pool's ids; these records go before any step.
         batch_characters: texts worked on at a time; the result does not depend on it.
 
     Raises:
-        SelectionError: `texts` can be read only once or changes, or decontamination has nothing to look for.
+        SelectionError: `texts` can be read only once or changes, decontamination has nothing to look for, or `drops`
+            are named and not handed in.
     """
+    if settings.drops and listed is None:
+        raise SelectionError("drops: clean reads no files; read them into a Listed and pass it as listed")
     if isinstance(texts, Iterator):
         raise SelectionError(
             "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"
         )
-    return _Cleaning(texts, settings, references, seed, batch_characters, progress).run()
+    return _Cleaning(texts, settings, references, seed, listed, batch_characters, progress).run()
 
 
 class _Cleaning:
@@ -168,6 +183,7 @@ class _Cleaning:
         settings: Hygiene,
         references: Sequence[Reference],
         seed: int,
+        listed: Listed | None,
         batch_characters: int,
         progress: Progress | None,
     ):
@@ -183,7 +199,8 @@ class _Cleaning:
         memory = int((settings.memory_gib - WORKING_GIB) * 2**30)
         self.exact = ExactDuplicates(memory=memory) if settings.exact else None
         self.near = None if settings.near is None else NearDuplicates(settings.near, seed=seed, memory=memory)
-        self.rules = [("kept", "")]
+        self.listed = listed
+        self.rules = [("kept", "")] if listed is None else [("kept", ""), (LISTED, "listed in drops")]
         self.diagnostics: dict[str, Any] = {}
         self.decontaminator = None
         if settings.decontaminate is not None:
@@ -196,6 +213,7 @@ class _Cleaning:
 
     def run(self) -> Cleaned:
         self._first_pass()
+        self._drop_listed()
         self._drop_exact()
         if self.near is not None:
             self.near.propose(self._alive())
@@ -210,6 +228,7 @@ class _Cleaning:
             match=self.match,
             references=self.references,
             pieces=pieces,
+            listed=self.listed,
             diagnostics=self.diagnostics,
         )
 
@@ -251,6 +270,19 @@ class _Cleaning:
                 f"the pool had {len(self.rule)} texts when it was read first and {rows} the second time; "
                 "pass texts that stay the same"
             )
+
+    def _drop_listed(self) -> None:
+        if self.listed is None:
+            return
+        if len(self.listed.entry) != len(self.rule):
+            raise SelectionError(
+                f"listed: found among {len(self.listed.entry)} ids, and the pool has {len(self.rule)} texts; "
+                "give Listed.find an id for every text"
+            )
+        for low, high in blocks(len(self.rule)):
+            rows = low + np.flatnonzero(self.listed.entry[low:high] >= 0)
+            self.rule[rows] = 1
+            self.value[rows] = np.nan
 
     def _drop_exact(self) -> None:
         if self.exact is not None:
