@@ -129,7 +129,7 @@ def test_the_page_on_feature_shards(home: Path) -> None:
         np.save(f"features/part-{part:05}.npy", whole[at])
         names = [str(i) for i in range(40)[at]]
         Path(f"features/part-{part:05}.ids").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
-    (python,) = blocks("feature-shards.md", "python")
+    python, *_ = blocks("feature-shards.md", "python")  # the others: test_shards_page
     exec(compile(python, "feature-shards.md", "exec"), {})
     do(commands("feature-shards.md"))
     assert Path("selection/selected.jsonl").is_file()
