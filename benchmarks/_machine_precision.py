@@ -102,7 +102,7 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
     from finetune.compute.loss import batch_loss, find_head
     from finetune.compute.precision import autocast
     from finetune.config import Adapter, Train
-    from finetune.data.batches import MicroBatch
+    from finetune.data.micro_batch import MicroBatch
     from finetune.models.load import load_backbone
     from finetune.seeds import torch_generator
     from finetune.tasks import Classify, LanguageModel

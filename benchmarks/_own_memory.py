@@ -162,7 +162,7 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
     from finetune.compute.numerics import without_input_casts
     from finetune.compute.precision import autocast
     from finetune.config import Optimizer
-    from finetune.data.batches import MicroBatch
+    from finetune.data.micro_batch import MicroBatch
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.tasks import LanguageModel

@@ -31,7 +31,7 @@ from finetune.data.masking import Masking
 from finetune.parallel.activation_checkpoint import checkpoint_activations
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory
-from finetune.stacked.engine import CellEngine
+from finetune.stacked.together import CellEngine
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
 from finetune.train.loop import TrainingStage, train_stage
 from regularizers import (

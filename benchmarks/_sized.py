@@ -132,9 +132,14 @@ def tensor_recomputed(s: Sizes) -> Bytes:
     return {"tp all-reduce": tensor(s)["tp all-reduce"] + s.blocks * s.states}
 
 
-def pipeline(s: Sizes, *, stages: int) -> Bytes:
-    """Hidden states forward and their gradient back at every border."""
-    return {"pp send": 2 * (stages - 1) * s.states}
+def pipeline(s: Sizes, *, stages: int, tp: int = 1) -> Bytes:
+    """Hidden states forward and their gradient back at every border; a tensor-parallel rank sends its share."""
+    return {"pp send": 2 * (stages - 1) * s.states // tp}
+
+
+def scattered(s: Sizes, *, stages: int = 2, tp: int = 2) -> Bytes:
+    """pp × tp: shares sent at every border, and gathered along tp where they arrive, forward and back."""
+    return {**pipeline(s, stages=stages, tp=tp), "tp all-gather": 2 * (stages - 1) * s.states}
 
 
 def both(s: Sizes, *, dp: int = 2, tp: int = 2) -> Bytes:

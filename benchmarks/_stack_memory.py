@@ -10,7 +10,7 @@ import torch
 from finetune.compute.capabilities import capabilities
 from finetune.compute.precision import autocast
 from finetune.config import Train
-from finetune.data.batches import MicroBatch
+from finetune.data.micro_batch import MicroBatch
 from finetune.planner.memory import at_length, saved_bytes
 from finetune.stacked.host import Host
 from finetune.stacked.passes import split

@@ -14,7 +14,8 @@ more than AVX2 the second run is left out. One thread, CPU-seconds, in turn. Row
 - every number that was chosen by measurement, beside the better of its half and its double;
 - what `train.precision: auto` takes beside the dtype that a whole step is faster in (`benchmarks._machine_precision`);
 - an update on the threads that torch takes by itself beside one thread, in wall time;
-- how long the demo and the tests take, the slow ones apart (`benchmarks._first_minutes`), with nothing beside them;
+- how long the tutorial's first result, the demo and the tests take, the slow ones apart (`benchmarks._first_minutes`),
+  with nothing beside them;
 - the training step rehearsed for a CUDA device: waits of an update, and how many cases pass (`benchmarks._rehearsal`).
 """
 
@@ -27,7 +28,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks import _instructions
-from benchmarks._first_minutes import minute_rows, slow_rows
+from benchmarks._first_minutes import minute_rows, slow_rows, tutorial_rows
 from benchmarks._harness import (
     Benchmark,
     cpu_seconds,
@@ -278,6 +279,7 @@ GROUPS: dict[str, Callable[[Benchmark], None]] = {
     "precision": precision_rows,
     "narrow": narrow_rows,
     "rehearsal": rehearsal,
+    "tutorial": tutorial_rows,
     "minutes": minute_rows,
     "slow": slow_rows,
     "head": partial(everywhere, losses),

@@ -26,7 +26,7 @@ from benchmarks._descent_cells import STUDIES, Study, block, keeping, overrides,
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import write_between
 from experiments.recipe import load_recipe
-from experiments.recipe.sweep import SweepOptions
+from experiments.recipe.studies import SweepOptions
 from experiments.report import build_report, formats
 from experiments.report.chapters.sweep_verdicts import crossing_words
 from experiments.results.analysis import Judged, compared, judge

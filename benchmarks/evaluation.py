@@ -37,7 +37,7 @@ CITES = {"background": "background", "method": "method", "result": "result"}
 def judged(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
     from experiments.recipe import from_override
-    from experiments.workflows.side_by_side import judge_side_by_side
+    from experiments.workflows.evaluate import judge_side_by_side
 
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
@@ -48,8 +48,8 @@ def judged(data: str, *words: str) -> dict[str, Any]:
 def few_shot(name: str, data: str) -> Any:
     """Rank the rows of `data` by a prompt in float32; the subject's findings."""
     from experiments.recipe import from_override
+    from experiments.workflows.evaluate import judge_side_by_side
     from experiments.workflows.few_shot import FewShot, read_prompt
-    from experiments.workflows.side_by_side import judge_side_by_side
 
     asked = FewShot(prompt=read_prompt(name), name=name)
     return judge_side_by_side(
@@ -217,6 +217,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
     from experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
     from finetune.compute.numerics import evaluating
     from finetune.config import Columns
+    from finetune.data.inference import Inference
     from finetune.data.rows import read_rows
     from finetune.evaluate import candidates
     from finetune.models.backbone import open_backbone
@@ -227,14 +228,14 @@ def shared(bench: Benchmark, folder: Path) -> None:
     rows = list(read_rows([sample("snli/test", folder)], required=asked.prompt.columns()))
     source, tokenizer = read_shots(asked, Columns()), open_backbone(BACKBONE).tokenizer
     model = load_backbone(BACKBONE, task=LanguageModel())
-    how = candidates.How(batch_size=32, pad_id=tokenizer.pad_token_id)
+    inference = Inference.of(tokenizer, batch_size=32)
     found: dict[str, Any] = {}
 
     def rank(name: str, able: Any) -> None:
         before, candidates._can_share = candidates._can_share, able
         try:
             with evaluating(model):
-                found[name] = rank_rows(model, tokenizer, rows, source, asked, window=1024, how=how)
+                found[name] = rank_rows(model, tokenizer, rows, source, asked, inference, window=1024)
         finally:
             candidates._can_share = before
 

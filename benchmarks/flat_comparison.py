@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import studied, write_between
 from experiments.report.chapters.comparison import page
-from experiments.studies.compare.command import DOCUMENT, compare
+from experiments.studies.compare.run import DOCUMENT, compare
 
 RECIPE = "flat-comparison"
 KEPT = RESULTS / "flat_comparison"

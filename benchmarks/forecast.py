@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from experiments.recipe import load_recipe
-from experiments.recipe.sweep import SweepOptions
+from experiments.recipe.studies import SweepOptions
 from experiments.recipe.tree import from_override
 from experiments.results.sweep import read_sweep
 from experiments.run.console import Console

@@ -127,8 +127,7 @@ def logits_of(folder: Path, task: Task, ids: Any, dtype: Any) -> Any:
     """Of a merged folder, read back by plain transformers; float64."""
     import torch
 
-    from finetune.models.backbone import quiet_transformers
-    from finetune.models.task_support import auto_class
+    from finetune.models.backbone import auto_class, quiet_transformers
 
     kind, _ = auto_class(task, num_labels=None, label_names=labels_of(task))
     with quiet_transformers(), torch.no_grad():

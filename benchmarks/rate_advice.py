@@ -40,7 +40,7 @@ from experiments.workflows.build import lay_out
 from experiments.workflows.initial_adapter import beginning
 from experiments.workflows.run_parts import FINE_TUNE
 from finetune.atomic import write_json
-from finetune.data.batches import iterate_eval
+from finetune.data.inference import Inference
 from finetune.data.rows import limit_rows
 from finetune.models.backbone import open_backbone
 from finetune.planner.capacity import Capacity, bits_each
@@ -162,7 +162,7 @@ def start(resolved: Resolved) -> dict[str, float]:
     pad = int(tokenizer.pad_token_id)
     found = preconditioned_sharpness(
         model,
-        mean_loss(model, list(iterate_eval(rows, task=task, batch_size=16, pad_id=pad)), task=task),
+        mean_loss(model, list(Inference(16, pad).batches(rows, task)), task=task),
         parameters=parameters,
         preconditioner=optimizer.first_preconditioner(mean_squares(model, first, parameters=parameters)),
         seed=derive(seed, "record", "sharpness"),

@@ -89,16 +89,16 @@ def _half_tensors(now: Callable[[], bool]) -> None:
 
 
 def _no_json(now: Callable[[], bool]) -> None:
-    from finetune.train import checkpoint
+    from finetune.train import checkpointer
 
-    whole = checkpoint.write_json
+    whole = checkpointer.write_json
 
     def write_json(path: Any, value: Any) -> None:
         if now():
             _die()
         whole(path, value)
 
-    checkpoint.write_json = write_json
+    checkpointer.write_json = write_json
 
 
 def _rename(*, after: bool) -> Callable[[Callable[[], bool]], None]:

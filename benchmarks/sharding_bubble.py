@@ -1,10 +1,15 @@
-"""How long a pipeline of two stages idles, beside the formulas (p−1)/m and (p−1)/(vm).
+"""How long a pipeline of two stages idles, beside the formulas (p−1)/m and (p−1)/(vm), and what it waits for.
 
     python -m benchmarks.sharding_bubble
 
-The model of `sharding_speed` on two ranks, one thread and one core each, updates of m pieces of one row. Idle is the
-wall time of the shortest of several updates less the time in which the rank's computing thread ran; the mean of both
-ranks. Beside the bubble it holds the transfers that no computation hides and the collectives that end an update.
+Two ranks, one thread and one core each, updates of m pieces of one row of 128 tokens, rank-8 LoRA on every linear
+layer. Idle is the wall time of the shortest of several updates less the time in which the rank's computing thread ran;
+the mean of both ranks. The formulas are of stages of one cost, so the first model has them: 7 blocks × 1,024 and a head
+that takes as long as a block. The second, the 8 blocks × 512 of `sharding_speed`, has a head that no split evens out.
+
+What is above the formula is parted in two: *uneven passes*, which the same passes in the same order would cost without
+any transfer (each as long as the median of its kind and stage), and the rest: transfers that no computation hides,
+threads that send while the core computes, and the collectives that end an update.
 """
 
 from __future__ import annotations
@@ -12,45 +17,125 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 from benchmarks._harness import Benchmark
 from benchmarks._ranks import on_ranks
-from benchmarks.sharding_speed import save_backbone
+from benchmarks.sharding_speed import ours, save_backbone
 
 PIECES = (2, 4, 8, 16)
-RUNS = 2
+RUNS, STEPS = 2, 3
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2))
+BARRED = ("1f1b", "interleaved")
+ABOVE = 0.03
+EVEN = {"blocks": 7, "hidden": 1024, "vocabulary": 14336}
+"""The head's products of 1,024 × 14,336 take what a block of 13.6 M weights takes, measured here."""
+
+Pass = tuple[str, int, int]
+"""forward or backward, stage, piece."""
 
 
-def idle_shares(backbone: str, schedule: str, virtual: int, pieces: int) -> list[float]:
-    """Idle ÷ busy, the mean of both ranks, of several runs."""
+def passes(**arguments: Any) -> dict[str, Any]:
+    """`ours` on this rank, with the passes of its last update in order and the seconds that each kind took."""
+    from torch.distributed.pipelining import PipelineStage
+
+    from finetune.parallel.pipeline.stage import Stage
+
+    seen: list[tuple[Pass, float]] = []
+
+    def timed(cls: type, name: str, which: Any) -> None:
+        usual = getattr(cls, name)
+
+        def call(self: Any, *args: Any, **how: Any) -> Any:
+            start = time.thread_time()
+            out = usual(self, *args, **how)
+            seen.append((which(self, args, how), time.thread_time() - start))
+            return out
+
+        setattr(cls, name, call)
+
+    timed(Stage, "forward", lambda stage, args, how: ("forward", stage.index, int(how["piece"])))
+    timed(PipelineStage, "backward_one_chunk", lambda stage, args, how: ("backward", stage.stage_index, int(args[0])))
+    figures = ours(**arguments)
+    names = {name for name, _ in seen}
+    seconds = defaultdict(list)
+    for (kind, stage, _), spent in seen[-STEPS * len(names) :]:
+        seconds[f"{kind} {stage}"].append(spent)
+    order = [name for name, _ in seen[-len(names) :]]
+    return {**figures, "order": order, "seconds": {kind: statistics.median(spent) for kind, spent in seconds.items()}}
+
+
+def idle(wall: float, busy: Sequence[float]) -> float:
+    """Idle ÷ busy, the mean of the ranks."""
+    return statistics.mean((wall - spent) / spent for spent in busy)
+
+
+def untransferred(ranks: Sequence[dict[str, Any]]) -> float:
+    """Idle ÷ busy of the passes that the ranks did, in their order, if nothing took time but them."""
+    seconds = {kind: spent for rank in ranks for kind, spent in rank["seconds"].items()}
+    orders = [[tuple(one) for one in rank["order"]] for rank in ranks]
+    last = max(stage for order in orders for _, stage, _ in order)
+    done: dict[Pass, float] = {}
+    clocks, busy = [0.0] * len(orders), [0.0] * len(orders)
+    while any(orders):
+        for rank, order in enumerate(orders):
+            while order and (wanted := _before(order[0], last)) <= done.keys():
+                kind, stage, _ = order[0]
+                spent = seconds[f"{kind} {stage}"]
+                clocks[rank] = max([clocks[rank], *(done[one] for one in wanted)]) + spent
+                busy[rank] += spent
+                done[order.pop(0)] = clocks[rank]
+    return idle(max(clocks), busy)
+
+
+def _before(one: Pass, last: int) -> set[Pass]:
+    kind, stage, piece = one
+    if kind == "forward":
+        return {("forward", stage - 1, piece)} if stage else set()
+    return {("forward", stage, piece)} | ({("backward", stage + 1, piece)} if stage < last else set())
+
+
+def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: int, pieces: int, bar: bool) -> None:
+    """The rows of one schedule and number of pieces."""
+    from finetune.parallel.pipeline import bubble
+
+    what = f"{name}, {schedule}, {pieces} pieces"
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
-    found = []
+    unit, formula = "idle ÷ busy", bubble(2, virtual, pieces, schedule)
+    found, wanted = [], []
     for _ in range(RUNS):
-        ranks = on_ranks("benchmarks.sharding_speed:ours", 2, backbone=backbone, mesh=mesh, rows=1, micros=pieces)
+        ranks = on_ranks(
+            "benchmarks.sharding_bubble:passes", 2, backbone=backbone, mesh=mesh, rows=1, micros=pieces, steps=STEPS
+        )
         found.append(statistics.mean((rank["wall"] - rank["busy"]) / rank["busy"] for rank in ranks))
-    return found
+        wanted.append(untransferred(ranks))
+    bench.row(what, ours=found, peer=formula, peer_name="formula", unit=unit)
+    above = {"bar_op": "<=", "bar_value": ABOVE} if bar else {}
+    bench.row(f"{what}: above the formula", ours=[one - formula for one in found], unit=unit, **above)
+    bench.row(f"{what}: of it uneven passes", ours=[one - formula for one in wanted], unit=unit)
+    rest = [one - other for one, other in zip(found, wanted, strict=True)]
+    bench.row(f"{what}: of it transfers and the update's end", ours=rest, unit=unit)
 
 
 def main() -> None:
     """Measure all schedules and write benchmarks/results/sharding_bubble.json."""
-    from finetune.parallel.pipeline import bubble
-
     bench = Benchmark("sharding_bubble", packages=("torch",))
-    with tempfile.TemporaryDirectory() as backbone:
-        save_backbone(backbone)
+    if (os.cpu_count() or 1) < 2:
+        bench.row("pp 2", unit="idle ÷ busy", reason="needs as many cores as ranks")
+        bench.finish()
+        return
+    with tempfile.TemporaryDirectory() as even, tempfile.TemporaryDirectory() as uneven:
+        save_backbone(even, **EVEN)
+        save_backbone(uneven)
         for schedule, virtual in SCHEDULES:
-            if (os.cpu_count() or 1) < 2:
-                bench.row(f"pp 2, {schedule}", unit="idle ÷ busy", reason="needs as many cores as ranks")
-                continue
             for pieces in PIECES:
-                bench.row(
-                    f"pp 2, {schedule}, {pieces} pieces",
-                    ours=idle_shares(backbone, schedule, virtual, pieces),
-                    peer=bubble(2, virtual, pieces, schedule),
-                    peer_name="formula",
-                    unit="idle ÷ busy",
-                )
+                bar = schedule in BARRED and pieces >= 8  # four a stage
+                measure(bench, "even stages", even, schedule, virtual, pieces, bar)
+        for schedule, virtual in SCHEDULES:
+            measure(bench, "a head on top", uneven, schedule, virtual, PIECES[-1], bar=False)
     bench.finish()
 
 

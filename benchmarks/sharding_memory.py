@@ -100,7 +100,7 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
     import torch
 
     from finetune.config import Adapter, Mesh, Optimizer, Train
-    from finetune.data.batches import MicroBatch
+    from finetune.data.micro_batch import MicroBatch
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.tasks import LanguageModel

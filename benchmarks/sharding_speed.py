@@ -29,16 +29,16 @@ HERE = "benchmarks.sharding_speed"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-def save_backbone(folder: str) -> None:
+def save_backbone(folder: str, *, blocks: int = 8, hidden: int = 512, vocabulary: int = VOCABULARY) -> None:
     """The benchmark's model, and a config that says so."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=blocks,
         num_attention_heads=8,
         num_key_value_heads=8,
         max_position_embeddings=256,
@@ -77,7 +77,7 @@ def _measured(update: Any, steps: int = STEPS) -> dict[str, float]:
 
 
 def ours(
-    backbone: str, mesh: dict[str, Any], rows: int, *, micros: int = 1, pieces: bool = False, ggpo: bool = False
+    backbone: str, mesh: dict[str, Any], rows: int, *, micros: int = 1, ggpo: bool = False, steps: int = STEPS
 ) -> dict[str, float]:
     """Our engine on `mesh`: `rows` rows a rank (of each of `micros` micro-batches)."""
     import contextlib
@@ -85,7 +85,7 @@ def ours(
     import torch
 
     from finetune.config import Adapter, Mesh, Optimizer, Train
-    from finetune.data.batches import MicroBatch
+    from finetune.data.micro_batch import MicroBatch
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.tasks import LanguageModel
@@ -101,7 +101,7 @@ def ours(
     engine = build_engine(backbone, task=task, adapter=Adapter(rank=8), train=train, mesh=layout, world=world)
     optimizer = AdapterOptimizer(engine.parameters, Optimizer())
     regularizer = build(GGPO() if ggpo else Plain())
-    regularizer.attach(engine.model, seed=0, total_steps=WARM + STEPS, placement=engine.placement)
+    regularizer.attach(engine.model, seed=0, total_steps=WARM + steps, placement=engine.placement)
     index, width = engine.share
     engine.model.train()
 
@@ -123,7 +123,7 @@ def ours(
         engine.clip(1.0)
         optimizer.step(1e-3)
 
-    return _measured(update)
+    return _measured(update, steps)
 
 
 def _peft(backbone: str) -> Any:

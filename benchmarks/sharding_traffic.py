@@ -28,6 +28,7 @@ from benchmarks._sized import (
     ggpo_tensor,
     pipeline,
     save_backbone,
+    scattered,
     sharded,
     tensor,
     tensor_by_tokens,
@@ -109,6 +110,12 @@ def cases() -> list[Case]:
             {"pp": 2, "dp": 2},
             lambda s: {**sharded(s, gathers=1), **pipeline(s, stages=2)},
         ),
+        Case("pp 2 × tp 2", {"pp": 2, "tp": 2}, lambda s: {**tensor(s), **scattered(s)}),
+        Case(
+            "pp 2 × tp 2, tokens split",
+            {"pp": 2, "tp": 2, "sequence_parallel": True},
+            lambda s: {**tensor_by_tokens(s), **pipeline(s, stages=2, tp=2)},
+        ),
     ]
 
 
@@ -124,7 +131,7 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     from benchmarks._collectives import Collectives
     from finetune.compute.precision import autocast
     from finetune.config import Adapter, Mesh, Optimizer, Train
-    from finetune.data.batches import MicroBatch
+    from finetune.data.micro_batch import MicroBatch
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
     from finetune.tasks import LanguageModel
@@ -242,6 +249,12 @@ def _in_words(bench: Benchmark, found: dict[str, dict[str, list[float]]]) -> Non
         "replicate 2 × dp 2: along replicate, of a rank's shard of Ψ_l", ours=between, unit="Ψ_l ÷ dp",
         bar_op="==", bar_value=1,
     )  # fmt: skip
+    for how in ("", ", tokens split"):
+        share = size(f"pp 2 × tp 2{how}", "pp send") / size("pp 2", "pp send")
+        bench.row(
+            f"pp 2 × tp 2{how}: a rank sends to the next stage, of what it sends without tp", ours=share, unit="share",
+            bar_op="==", bar_value=0.5,
+        )  # fmt: skip
     for ranks in (2, 4):
         elements = (size(f"tp {ranks}", "tp all-reduce") - vocabulary(s) - whole_factors(s)) / s.states
         sent = (elements + 1) / s.blocks * 2 * (ranks - 1) / ranks

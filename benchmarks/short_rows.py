@@ -27,7 +27,7 @@ def update(backbone: str, tokens: int, precision: Any) -> Callable[[], None]:
     from finetune.compute.loss import batch_loss
     from finetune.compute.precision import autocast
     from finetune.config import Adapter, Train
-    from finetune.data.batches import MicroBatch
+    from finetune.data.micro_batch import MicroBatch
     from finetune.models.load import load_backbone
     from finetune.seeds import torch_generator
     from finetune.tasks import Classify, LanguageModel

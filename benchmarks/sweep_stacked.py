@@ -114,8 +114,8 @@ class _Stacked:
     """The cells as one stack."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.stacked.engine import cell_engine
         from finetune.stacked.host import Host
+        from finetune.stacked.together import cell_engine
         from finetune.tasks import LanguageModel
 
         task = LanguageModel()
@@ -138,7 +138,7 @@ class _Alone:
     """The cells one after another."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.stacked.engine import cell_engine
+        from finetune.stacked.together import cell_engine
         from finetune.tasks import LanguageModel
 
         task = LanguageModel()

@@ -5,12 +5,12 @@ What a run learns is in `finetune.tasks`. Every field's docstring is its help te
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal
-
-from .bounds import LONGEST, MOST_STEPS, refuse_zero
-from .bounds import check_bounds as check_bounds
+from typing import Any, Literal, TypeVar
 
 DATA_INITS = ("eva", "corda", "lora-ga")
 """`adapter.init` that looks at training rows."""
@@ -440,7 +440,8 @@ class Data:
     """Column names."""
     holdout: float = 0.0
     """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files.
-    The draw does not depend on `train.seed`, so every seed is judged on the same rows."""
+    The draw does not depend on `train.seed`, so every seed is judged on the same rows. In a selection that names no
+    training rows: of the target's files, so that its target is what a run on the same files trains on."""
     label_noise: float = 0.0
     """Share of training rows whose label is made wrong, drawn by seed and written to `label_noise.json`; larger shares
     contain smaller ones. The draw is over all training rows before any limit: a row that is wrong under one limit is
@@ -585,3 +586,52 @@ class Tracker:
     online: bool = False
     """Whether wandb may send what it is given to its server; else its files stay in the run directory (`wandb sync`).
     trackio keeps its own database on this machine."""
+
+
+Value = TypeVar("Value")
+
+
+def by_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
+    """The value of the first pattern that matches the end of the name `layer` from a dot on, else `default`."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default
+
+
+# --------------------------------------------------------------------------------------------------------------- bounds
+
+
+MOST_STEPS = 10**9
+"""Updates of a stage, at most: at a millisecond each they take twelve days."""
+LONGEST = 2**24
+"""Tokens of a row, at most."""
+
+
+def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> None:
+    """Refuse field values outside `(low, high)`, ends included; None is unbounded but for infinities, and a None value
+    passes.
+
+    Raises ValueError that begins with the field's name, so that a recipe loader can say where it was set.
+    """
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            wanted = (
+                f"≥ {low}" if high in (None, math.inf) else f"≤ {high}" if low is None else f"between {low} and {high}"
+            )
+            raise ValueError(f"{name} must be {wanted}, got {value}")
+        if high is None and math.isinf(value):
+            raise ValueError(f"{name} must be a finite number, got {value}")
+
+
+def refuse_zero(config: Any, **meant: str) -> None:
+    """Refuse the value 0 of settings at which nothing would be trained.
+
+    meant: for each field, what 0 does and what to write instead. Raises ValueError as `check_bounds`.
+    """
+    for name, told in meant.items():
+        if getattr(config, name) == 0:
+            raise ValueError(f"{name} must be above 0, got 0: {told}")

@@ -391,7 +391,7 @@ def sweep(
     """
     resolved = _resolved(recipe, overrides, "sweep")
     directory = _path("sweep", "out", out)
-    from experiments.recipe.sweep import SweepOptions
+    from experiments.recipe.studies import SweepOptions
     from experiments.studies.sweep import sweep
 
     texts = None if grid is None else tuple(f"{key}={_values(key, values)}" for key, values in _items(grid))
@@ -478,12 +478,12 @@ class Sweep:
 def compare(recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **rest: Any) -> dict[str, Any]:
     """Run a comparison of training methods, as `flatshift compare`, and return what comparison.json holds.
 
-    recipe: file or shipped name. rest: see `experiments.studies.compare.command.compare`.
+    recipe: file or shipped name. rest: see `experiments.studies.compare.run.compare`.
     Raises UserError before any cell runs; Interrupted when stopped: the same call goes on.
     """
     from experiments.recipe import from_mapping
     from experiments.report.chapters.comparison import page
-    from experiments.studies.compare.command import compare
+    from experiments.studies.compare.run import compare
 
     laid: list[Branch] = [from_mapping(overrides)] if overrides else []
     return compare(os.fspath(recipe), Path(out), overrides=laid, page=page, **rest)

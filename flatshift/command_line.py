@@ -19,8 +19,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from experiments.recipe import from_override, refuse_contradictions
-from experiments.recipe.config import Recipe
-from experiments.recipe.dotted import ending_with
+from experiments.recipe.config import Recipe, ending_with
 from experiments.run.console import others_speak
 from finetune.errors import UserError, shortened
 from finetune.launch import spawn

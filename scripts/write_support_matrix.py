@@ -16,7 +16,7 @@ from finetune.models.families import context_families, pipeline_families, tensor
 from finetune.parallel.pipeline import bubble, schedules
 from finetune.parallel.pipeline.plan import virtual_stages
 from finetune.planner.rules import RULES, Settings, broken_rule
-from finetune.stacked.refusing import REASONS
+from finetune.stacked.limits import REASONS
 from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from regularizers.config import GGPO, SAM, Plain, RegularizerConfig
 

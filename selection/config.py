@@ -27,7 +27,7 @@ from selection.methods.perplexity import Perplexity
 from selection.methods.random import Random
 from selection.methods.round_robin import RoundRobin
 from selection.methods.tsds import TSDS
-from selection.settings import Around, check
+from selection.validation import Around, check
 
 if TYPE_CHECKING:
     from selection.methods.base import Selector
@@ -56,6 +56,7 @@ class Domains:
     """A fixed share of the budget for each domain, by largest remainder; inside a domain by another method's score."""
 
     kind: Literal["domains"] = "domains"
+    title: ClassVar[str] = "Shares of domains"
     needs: ClassVar[tuple[str, ...]] = ("domains",)
     shares: dict[str, float] = field(default_factory=dict)
     """Domain: weight (scaled to sum 1; a domain that is not named gets none). Empty: as in the target's domain

@@ -61,7 +61,7 @@ _COMMANDS = (
     "experiments.workflows.generate",
     "experiments.report.page",
     "experiments.studies.sweep.command",
-    "experiments.studies.compare.command",
+    "experiments.studies.compare.run",
 )
 
 

@@ -64,7 +64,7 @@ class Operations:
     causal: float
     """Products of linear layers, and attention over the pairs that a causal mask leaves: what must be computed."""
     full: float
-    """The same with all pairs (PaLM, 2204.02311, appendix B; `finetune.train.flops`)."""
+    """The same with all pairs (PaLM, 2204.02311, appendix B; `finetune.train.throughput`)."""
     weights: float
     """4 for each weight of the backbone and token, no attention: the convention of the published figure."""
 

@@ -26,10 +26,11 @@ from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
 from finetune.data.columns import Examples, ExampleWriter
 from finetune.data.encoding import Losses
+from finetune.data.files import expand
 from finetune.data.formats import split_suffix
 from finetune.data.labels import Units, classes_of, sort_labels
 from finetune.data.remote import DataFile, RemoteFile
-from finetune.data.rows import Row, expand
+from finetune.data.rows import Row
 from finetune.data.token_cache import TokenCache, content_name
 from finetune.errors import UserError, user_path
 from finetune.tasks import Task

@@ -1,16 +1,21 @@
-"""Which rows a run learns from: the sources that its recipe names, what is set apart, and the limits."""
+"""Which rows a run learns from: the sources that its recipe names, what is set apart, the limits, and `train.epochs` in
+updates.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
 
 from experiments.recipe.config import Recipe
-from finetune.config import Columns, Data, Train
+from experiments.recipe.resolve import Resolved
+from finetune.config import MOST_STEPS, Columns, Data, Train
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.example import Example
@@ -123,7 +128,7 @@ def choose(data: Data, parts: dict[Split, list[Part]], counts: dict[Split, list[
     Raises UserError for a holdout of no row, a limit above the rows, and a source of which nothing is left.
     """
     total = sum(counts["train"])
-    kept, apart = _set_apart(total, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
+    kept, apart = set_apart(total, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
     train, start = [], 0
     for part, count in zip(parts["train"], counts["train"], strict=True):
         own = kept[(kept >= start) & (kept < start + count)]
@@ -151,8 +156,14 @@ def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> 
         raise UserError(f"{setting}.{error}") from None
 
 
-def _set_apart(total: int, share: float, splits: Sequence[Split]) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
-    """The rows that stay, and as many for each of `splits`, alternately; the draw is the same for every run."""
+def set_apart(
+    total: int, share: float, splits: Sequence[Split] = SPLITS[1:]
+) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
+    """Of `total` rows the places that stay, and those that each of `splits` gets: `share` of them, alternately.
+
+    The draw is the same for every run. With fewer splits or a smaller share, all that is set apart is among what more
+    would set apart. Raises UserError for a share of no row.
+    """
     everything = np.arange(total)
     if not share or not splits:
         return everything, {}
@@ -310,3 +321,34 @@ def padding_line(batches: Batches, train: Train) -> str:
     share = batches.padding(steps)
     advice = "" if batches.packed or train.group or share < _MUCH else "; train.group: length would leave less"
     return f"padding: {share:.1%} of the tokens of the first {steps} steps{advice}"
+
+
+# --------------------------------------------------------------------------------------------------------------- epochs
+
+
+def in_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) -> Resolved:
+    """`resolved` with `train.steps` in place of `train.epochs`, whose origin says epochs of how many rows; as it is
+    where the recipe names no epochs.
+
+    Updates are ⌈epochs · rows / (batch_size · accumulate)⌉: epochs follow each other without a gap, so each row comes
+    up at least ⌊epochs⌋ times (of packed rows about so: those of the first epoch are counted, and each packs anew).
+
+    Args:
+        train: the encoded training examples.
+        seed: of the stage, by which rows are packed.
+    Raises:
+        UserError: more updates than a stage may have.
+    """
+    recipe, epochs = resolved.recipe, resolved.recipe.train.epochs
+    if epochs is None:
+        return resolved
+    packed = recipe.task.pack
+    rows = len(batches_ahead(recipe, train, None, seed=seed).epoch(0)) if packed else len(train)
+    each = recipe.train.batch_size * recipe.train.accumulate
+    steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # as written: 1.1 · 10 rows are 11
+    said = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
+    if steps > MOST_STEPS:
+        raise UserError(f"{said} are {steps:,} updates, above the {MOST_STEPS:,} that a stage may have; give fewer")
+    settled = dataclasses.replace(recipe.train, steps=steps, epochs=None)
+    origins = {**resolved.origins, "train.steps": said, "train.epochs": "counted as train.steps"}
+    return Resolved(dataclasses.replace(recipe, train=settled), resolved.name, origins)

@@ -16,11 +16,12 @@ from finetune.atomic import read_object
 from finetune.config import Columns
 from finetune.data.columns import Examples, ExampleWriter, open_examples
 from finetune.data.example import Example
+from finetune.data.files import expand
 from finetune.data.formats import SAMPLE
 from finetune.data.labels import Units, label_index
 from finetune.data.mixture import Mixture
 from finetune.data.noise import shuffled_examples
-from finetune.data.rows import Row, expand, read_rows, require_rows
+from finetune.data.rows import Row, read_rows, require_rows
 from finetune.data.token_cache import CacheError
 from finetune.errors import UserError
 from finetune.seeds import derive

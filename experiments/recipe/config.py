@@ -1,13 +1,18 @@
-"""The recipe: the tree of frozen dataclasses that a YAML file fills. Imports nothing heavy."""
+"""The recipe: frozen dataclasses that a YAML file fills, and the names of their keys. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import textwrap
+import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
-from experiments.recipe.comparison import Comparison
-from finetune.bounds import MOST_STEPS, refuse_zero
+from experiments.recipe.studies import Comparison
+from experiments.recipe.tree import key_of
 from finetune.config import (
+    MOST_STEPS,
     Adapter,
     Columns,
     Data,
@@ -19,6 +24,7 @@ from finetune.config import (
     Tracker,
     Train,
     check_bounds,
+    refuse_zero,
 )
 from finetune.tasks import LanguageModel, MaskedLM, Task
 from regularizers.config import Plain, RegularizerConfig
@@ -173,3 +179,52 @@ def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
     if open_backbone(recipe.backbone).reads_both_ways:
         return MaskedLM(), f"because {recipe.backbone} is an encoder"
     return LanguageModel(), f"because {recipe.backbone} is a decoder"
+
+
+# -------------------------------------------------------------------------------------------------------- names of keys
+
+
+@functools.cache
+def dotted_keys() -> tuple[str, ...]:
+    """Every key that takes a value, as `train.steps`, in the order of the dataclasses; of a component with kinds, the
+    settings of all of them."""
+    return tuple(dict.fromkeys(_below(Recipe, "")))
+
+
+def _below(cls: type, path: str) -> typing.Iterator[str]:
+    hints = typing.get_type_hints(cls)
+    for one in dataclasses.fields(cls):
+        key = f"{path}.{key_of(one.name)}" if path else one.name
+        hint = hints[one.name]
+        options = typing.get_args(hint) or (hint,)
+        components = [option for option in options if dataclasses.is_dataclass(option)]
+        for component in components:
+            yield from _below(typing.cast(type, component), key)
+        if not components:
+            yield key
+
+
+def keys_by_room(width: int = 100) -> str:
+    """Paragraphs `train: steps, batch_size, …`, a room each, no line longer than `width` characters."""
+    rooms: dict[str, list[str]] = {}
+    for key in dotted_keys():
+        room, _, rest = key.partition(".")
+        rooms.setdefault(room if rest else "", []).append(rest or room)
+    lines = ["recipe keys, each a flag, as --train.steps 100 (docs/recipes.md says what they mean):"]
+    for room, names in sorted(rooms.items()):
+        head = f"--{room}." if room else "--"
+        lines += textwrap.wrap(
+            f"{head} {', '.join(names)}",
+            width,
+            initial_indent="  ",
+            subsequent_indent="      ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def ending_with(word: str) -> list[str]:
+    """Keys whose last word is `word`: those of the training first, the deepest last."""
+    found = [key for key in dotted_keys() if "." in key and key.rpartition(".")[2] == word]
+    return sorted(found, key=lambda key: (not key.startswith("train."), key.count(".")))

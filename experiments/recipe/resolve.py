@@ -1,4 +1,8 @@
-"""Recipe = defaults < `extends:` < YAML < command line, resolved once and written with each value's origin."""
+"""Recipe = defaults < `extends:` < YAML < command line, resolved once and written with each value's origin.
+
+A chat run reads its own copy of the template, `template.jinja` of its directory, whose digest manifest.json has: the
+file that the recipe names may change, what the run reads must not.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from typing import Any, TypeVar
 
 from experiments.recipe.build import Origins, build, nearest
 from experiments.recipe.config import Recipe
-from experiments.recipe.template import names_file, with_own_template
 from experiments.recipe.tree import Branch, Leaf, Tree, key_of, merge, parse, parse_file
+from finetune.atomic import read_object
 from finetune.config import Files, Source, TrainFiles
+from finetune.data.chat.template import shipped_templates, template_text
 from finetune.errors import UserError, is_remote, shortened, user_path
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
@@ -371,3 +376,40 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
         else:
             lines.append(f"{pad}{name}: {_scalar_text(child)}{origin(child_path)}")
     return lines
+
+
+# -------------------------------------------------------------------------------------------- a chat run's own template
+
+
+COPY = "template.jinja"
+
+
+def names_file(recipe: Recipe) -> bool:
+    """Whether `task.template` is a file of the user's, not a shipped name or the tokenizer's own."""
+    return recipe.task.template is not None and recipe.task.template not in shipped_templates()
+
+
+def template_copy(recipe: Recipe) -> dict[str, str]:
+    """What a new run directory keeps of the user's template: file name → text; nothing where there is none."""
+    template = recipe.task.template
+    return {COPY: template_text(template)} if template is not None and names_file(recipe) else {}
+
+
+def with_own_template(run: Path, recipe: Recipe) -> Recipe:
+    """`recipe` with the copy of its template that the run directory `run` keeps.
+
+    Raises UserError where the template (of runs of earlier versions: the live file) is not the one that
+    manifest.json notes.
+    """
+    task, file = recipe.task, run / "manifest.json"
+    if task.template is None:
+        return recipe
+    if names_file(recipe) and (run / COPY).is_file():
+        task = task.altered(template=str((run / COPY).absolute()))
+    noted = read_object(file).get("chat_template") if file.is_file() else None
+    if noted is not None:
+        now = task.template_record()
+        assert now is not None
+        if now["sha256"] != noted["sha256"]:
+            raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
+    return dataclasses.replace(recipe, task=task)

@@ -202,7 +202,7 @@ def check_recipe(recipe: Recipe) -> None:
     setting, a task that the backbone has no class for. Raises UserError."""
     from finetune.compute.presence import resolve_device
     from finetune.models.quantize import check_available
-    from finetune.train.adam8bit import check_optimizer
+    from finetune.train.optimizer import check_optimizer
     from finetune.train.stage import check_best
     from finetune.train.trackers import check_trackers
     from regularizers import build as build_regularizer
@@ -238,8 +238,7 @@ def _check(rules: tuple[Rule, ...], recipe: Recipe) -> None:
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
     """Refuse a warm-up that the backbone cannot be trained by, and a fine-tune after it that would be refused only
     then."""
-    from finetune.models.backbone import open_backbone
-    from finetune.models.task_support import check_task
+    from finetune.models.backbone import check_task, open_backbone
 
     recipe.task.refuse("warmup")
     if open_backbone(recipe.backbone).has_both_sides:

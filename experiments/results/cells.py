@@ -1,4 +1,5 @@
-"""What a cell of a study left behind, and how it ended: the one set of statuses that sweeps and comparisons go by.
+"""What a cell of a study left behind, how it ended, and which code made it: one set of statuses for sweeps and
+comparisons.
 
 done: trained and judged; it has figures.
 diverged: the loss or a gradient of an update, or the loss of the trained adapter on judged rows, was no finite number.
@@ -12,11 +13,13 @@ failed: it could not run or be judged: rows that were refused, no memory, a dead
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.results.code_version import flatshift_version
 from finetune.digests import unsealed
 from finetune.errors import UserError
 
@@ -82,3 +85,34 @@ def read_marker(out: Path) -> dict[str, Any]:
             "version that wrote it, or name another directory"
         )
     return found
+
+
+# ------------------------------------------------------------------------------------------------- which code made them
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PACKAGES = ("experiments", "finetune", "regularizers", "selection")
+_SHOWS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")
+"""What reads and shows results: no figure of a sweep comes from there."""
+
+
+def flatshift_version() -> str:
+    """The installed distribution's version."""
+    try:
+        return version("flatshift")
+    except PackageNotFoundError:
+        return "uninstalled"
+
+
+@functools.cache
+def source_digest() -> str:
+    """12 hex digits of the Python files that a cell runs through, as they lie on disk when first asked."""
+    digest = hashlib.sha256()
+    for package in _PACKAGES:
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            name = path.relative_to(_ROOT).as_posix()
+            if not name.startswith(_SHOWS):
+                data = path.read_bytes()
+                digest.update(f"{name}\x1f{len(data)}\x1f".encode())
+                digest.update(data)
+    return digest.hexdigest()[:12]

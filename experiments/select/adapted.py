@@ -37,13 +37,14 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     moment m, to the fourth root on either side, so that products of two texts are g·g'/√m; m over `moment_texts` of
     `texts`, drawn by seed. A text without a token is the zero vector.
     """
+    from finetune.data.inference import pad_token
     from finetune.models.backbone import open_backbone
     from finetune.models.hidden_states import model_fingerprint
     from selection import RandomProjection
 
     seed = derive(recipe.train.seed, "select", "gradients")
     model, tokenizer, device = _opened(recipe, embedder.rank, seed)
-    gradients = SampleGradients(model, device, pad_id=_pad(tokenizer), batch_size=embedder.batch_size)
+    gradients = SampleGradients(model, device, pad_id=pad_token(tokenizer), batch_size=embedder.batch_size)
     projection = RandomProjection(embedder.dim, seed=seed, kind="srht")
     scale: np.ndarray | None = None
     if embedder.adam:
@@ -88,7 +89,7 @@ class SampleGradients:
         """(n, width) float32, and the number (its id) of each example's text; examples may be fewer than texts."""
         import torch
 
-        from finetune.data.batches import iterate_eval
+        from finetune.data.inference import Inference
         from finetune.evaluate.perplexity import token_nats
 
         rows: list[np.ndarray] = []
@@ -104,7 +105,7 @@ class SampleGradients:
 
             hooks.append(module.register_forward_hook(keep))
         try:
-            for micro in iterate_eval(examples, task=_LANGUAGE, batch_size=self.batch_size, pad_id=self.pad_id):
+            for micro in Inference(self.batch_size, self.pad_id).batches(examples, _LANGUAGE):
                 batch = micro.to(self.device)
                 with torch.enable_grad():
                     logits = self.model(**batch.inputs, use_cache=False).logits
@@ -141,8 +142,8 @@ def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callab
 
 def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
     from finetune.compute.numerics import evaluating
-    from finetune.compute.precision import autocast_dtype
     from finetune.data.batches import Batches
+    from finetune.data.inference import Inference, pad_token
     from finetune.evaluate.perplexity import document_nats
     from finetune.lock import scratch
     from finetune.parallel.engine import Engine
@@ -167,7 +168,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
         accumulate=1,
         seed=derive(seed, "order"),
         max_length=settings.max_length,
-        pad_id=_pad(tokenizer),
+        pad_id=pad_token(tokenizer),
         group=train.group,
     )
     with scratch("flatshift-gap-") as folder:
@@ -190,14 +191,11 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         encoded = _encoded(list(texts), tokenizer, settings.max_length)
-        how: dict[str, Any] = {
-            "batch_size": 64, "pad_id": _pad(tokenizer), "task": _LANGUAGE, "device": device,
-            "autocast_dtype": autocast_dtype(train),
-        }  # fmt: skip
+        inference = Inference.of(tokenizer, train, batch_size=64, device=device)
         with evaluating(model):
-            after, tokens = document_nats(model, encoded, **how)
+            after, tokens = document_nats(model, encoded, inference, task=_LANGUAGE)
             with model.disable_adapter():
-                before, _ = document_nats(model, encoded, **how)
+                before, _ = document_nats(model, encoded, inference, task=_LANGUAGE)
         out = np.full(len(texts), np.nan)
         out[[int(example.id) for example in encoded]] = (after - before) / np.maximum(tokens, 1)
         return out
@@ -224,7 +222,3 @@ def _encoded(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]
 
     rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
     return list(encode(rows, task=_LANGUAGE, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples)
-
-
-def _pad(tokenizer: Any) -> int:
-    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)

@@ -29,9 +29,11 @@ _ENTRIES = 4096
 
 
 def clean_rows(
-    recipe: Recipe, rows: RowView, target: Sequence[Row], directory: Path, console: Console
+    recipe: Recipe, rows: RowView, target: Sequence[Row], apart: Sequence[Row], directory: Path, console: Console
 ) -> tuple[RowView, dict[str, Any] | None]:
     """The rows of the pool that stay, in file order, and what manifest.json says of it (None: no step is on).
+
+    apart: rows of the target's files that are judged.
 
     A record that decontamination cut becomes one row for each piece, as `RowView.cut` makes them.
 
@@ -52,7 +54,7 @@ def clean_rows(
     from selection.hygiene import Reference, clean
 
     started = time.monotonic()
-    judged = _judged_rows(recipe, spec) if repeats or settings.decontaminate is not None else []
+    judged = [*apart, *_judged_rows(recipe, spec)] if repeats or settings.decontaminate is not None else []
     judged_texts = [(text, row.id) for row in judged for text in _all_texts(row)]
     if settings.decontaminate is not None and not judged_texts:
         raise UserError(

@@ -111,9 +111,10 @@ def backbone_surprise(
 
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
-    from finetune.compute.precision import autocast_dtype, read_precision
+    from finetune.compute.precision import read_precision
     from finetune.compute.presence import resolve_device
     from finetune.data.encoding import encode
+    from finetune.data.inference import Inference
     from finetune.evaluate.perplexity import document_nats
     from finetune.models.backbone import open_backbone
     from finetune.models.load import load_backbone
@@ -122,15 +123,12 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
     device = resolve_device(recipe.train.device)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
-    dtype = autocast_dtype(read_precision(recipe.train, model))
+    inference = Inference.of(tokenizer, read_precision(recipe.train, model), batch_size=64, device=device)
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
         encoded = encode(rows, task=task, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples
-        nats, tokens = document_nats(
-            model, encoded, batch_size=64, pad_id=pad_id, task=task, device=device, autocast_dtype=dtype
-        )
+        nats, tokens = document_nats(model, encoded, inference, task=task)
         out = np.full(len(texts), np.nan)
         out[[int(example.id) for example in encoded]] = nats / np.maximum(tokens, 1)
         return out

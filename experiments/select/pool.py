@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.data.splits import read_splits
 from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
 from finetune.config import Files
@@ -47,8 +46,8 @@ class Sides:
 
     records: of the pool after hygiene, before it was cut into `pieces`. weights (N,) of its rows in the transport
     problem, None: uniform. x (N, d), y (M, d), z (K, d): vectors of pool, target and negative examples, where they are
-    made. tokens: of pool and target, where the method reads them. domains: of pool and target. hygiene, relevance:
-    what manifest.json says of these steps.
+    made. tokens: of pool and target, where the method reads them. domains: of pool and target. seen, hygiene,
+    relevance: what manifest.json says of the target's files and of these steps.
     """
 
     pool: PoolRecords
@@ -57,6 +56,7 @@ class Sides:
     target_files: tuple[str, ...]
     records: int
     pieces: int
+    seen: dict[str, Any]
     hygiene: dict[str, Any] | None = None
     relevance: dict[str, Any] | None = None
     weights: np.ndarray | None = None
@@ -93,15 +93,6 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
     kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
     total = len(kept) + len(skipped)
     return Records(limit_rows(kept, files.limit, seed=derive(seed, "limit", name)), skipped, total)
-
-
-def training_rows(recipe: Recipe) -> Records:
-    """The run's own training rows as the target: after holdout and limit, so no judged text is seen."""
-    rows = read_splits(recipe)
-    without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
-    if without is not None:
-        raise UserError(f"{without.where}: no text to select for; name select.target.files or set data.columns.text")
-    return Records(rows.train, rows.skipped, rows.records)
 
 
 def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:

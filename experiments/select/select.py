@@ -37,11 +37,12 @@ from experiments.select.methods import (
     watched,
 )
 from experiments.select.outputs import plain, write_choice
-from experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records, training_rows
+from experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records
 from experiments.select.profile import profile_choice
 from experiments.select.relevance import check_relevance, judge_domains
+from experiments.select.target import check_target, read_target, target_record
 from finetune.atomic import write_json
-from finetune.data.rows import describe
+from finetune.data.files import describe
 from finetune.digests import DONE, FILES, sums
 from finetune.errors import UserError
 from finetune.lock import owned
@@ -116,6 +117,7 @@ def select_into(
     spec = recipe.select
     assert spec is not None
     started = time.monotonic()
+    check_target(recipe, ())
     check_method(spec)
     check_relevance(spec)
     check_vectors(spec)
@@ -189,18 +191,19 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> Sides:
     seed = recipe.train.seed
     target_files = spec.target.files or recipe.data.train.all_files
     pool = read_pool(spec, seed, directory, console)
-    target = read_records(spec.target, spec, seed, "target") if spec.target.files else training_rows(recipe)
+    target, judged = read_target(recipe, console)
+    seen = target_record(recipe, target.skipped)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
     without = drops_blanks(spec)
     if without:
         target = without_blank(target, target_files, "target")
         negative = None if negative is None else without_blank(negative, spec.negative.files, "negative")
-    kept, hygiene = clean_rows(recipe, pool.rows, target.rows, directory, console)
+    kept, hygiene = clean_rows(recipe, pool.rows, target.rows, judged, directory, console)
     pool = replace(pool, rows=chunked(recipe, kept, console))
     pieces = len(pool.rows)
     if without:
         pool = without_blank(pool, spec.pool.files, "pool")
-    sides = Sides(pool, target, negative, target_files, hygiene=hygiene, records=len(kept), pieces=pieces)
+    sides = Sides(pool, target, negative, target_files, len(kept), pieces, seen, hygiene)
     for name, records in sides.by_name.items():
         if records is not None and records.skipped:
             console.say(f"{name}: skipped {len(records.skipped):,} bad records, first {records.skipped[0]}")
@@ -343,6 +346,7 @@ def _manifest(spec: Select, sides: Sides, selector: Selector) -> dict[str, Any]:
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "inputs": [line for part in files for line in describe(part)],
+        "target": sides.seen,
         "selection": {
             **{name: value for name, value in solver.items() if name != "method"},
             "solver": solver.get("method"),

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved, recipe_key
 from experiments.recipe.rules import check_cell
-from experiments.results.cells import RESULT, Status, result_files
-from experiments.results.code_version import flatshift_version, source_digest
+from experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
 from experiments.run.console import Console
 from finetune.digests import digest, write_sealed
 from finetune.errors import Interrupted, is_out_of_memory, user_path
@@ -90,7 +89,7 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     here), and the bytes of the input files, of a backbone that is a local directory (its tokenizer too), and of an
     adapter that it begins with.
     """
-    from experiments.recipe.precision import settled
+    from experiments.recipe.auto import settled
     from experiments.workflows.run_parts import recipe_inputs
 
     resolved = settled(resolved)
@@ -133,7 +132,7 @@ def _adapter_digest(name: str, where: str) -> str:
 @functools.cache
 def file_digest(path: str) -> list[str]:
     """SHA-256 of each data file that `path` stands for."""
-    from finetune.data.rows import describe
+    from finetune.data.files import describe
 
     return [entry["sha256"] for entry in describe([path])]
 
@@ -179,12 +178,14 @@ def train_cell(
     Raises Diverged, also for a trained adapter whose loss on judged rows is not a finite number.
     """
     from experiments.data.splits import prepare
+    from experiments.select.target import check_target
     from experiments.workflows.context import opened
     from experiments.workflows.run_parts import remove_weights
     from experiments.workflows.train import execute
 
     check_cell(recipe)
     rows = (prepared or prepare)(recipe)
+    check_target(recipe, rows.skipped)
     probe = cell.probe() if cell.probe is not None else None
     run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
     with opened(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe, **hooks) as context:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe import from_override, load_recipe
-from experiments.recipe.sweep import SweepOptions
+from experiments.recipe.studies import SweepOptions
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console, Draw
 from experiments.studies.sweep import sweep

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiments.results.cells import read_result
-from experiments.results.code_version import flatshift_version, source_digest
+from experiments.results.cells import flatshift_version, read_result, source_digest
 from experiments.run.console import Console
 from experiments.studies.cell import Cell
 from finetune.errors import UserError

@@ -23,8 +23,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.results.cells import RESULT, read_result
-from experiments.results.code_version import source_digest
+from experiments.results.cells import RESULT, read_result, source_digest
 from experiments.run.console import Console
 from experiments.studies.cell import Cell, Result, drop_result, finish_cell, result_of, run_cell
 from experiments.studies.devices import Places, memory_of, on_cuda, place

@@ -29,11 +29,9 @@ from finetune.compute.presence import resolve_device
 from finetune.models.backbone import open_backbone
 from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, disk_full_interrupts
-from finetune.stacked.engine import cell_engine
-from finetune.stacked.footprint import estimate
 from finetune.stacked.host import Host
-from finetune.stacked.refusing import NotStackable, refusal
-from finetune.stacked.together import Stage, run_together
+from finetune.stacked.limits import NotStackable, estimate, refusal
+from finetune.stacked.together import Stage, cell_engine, run_together
 
 WIDTH = 32
 """Cells of a stack where nobody says how many."""

@@ -63,7 +63,7 @@ def study_recipe(
     Raises:
         UserError: a recipe without the block, or one that cannot be built.
     """
-    from experiments.recipe.precision import settled_tree
+    from experiments.recipe.auto import settled_tree
 
     tree = lay(recipe_tree(reference), overrides)
     name = Path(reference).stem
@@ -80,8 +80,8 @@ def locate(name: str, data: Path | None, where: str) -> str:
 
     where: the recipe key, for the refusal. Raises UserError if there is no such file.
     """
+    from finetune.data.files import expand
     from finetune.data.formats import HUB, SAMPLE
-    from finetune.data.rows import expand
 
     elsewhere = name.startswith(HUB) or is_remote(name)
     if elsewhere or name.startswith(SAMPLE) or Path(name).is_absolute():

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.recipe import Resolved, from_override, load_recipe
-from experiments.recipe.precision import settled
+from experiments.recipe.auto import settled
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.studies import Cell, cell_of, run_cells
 from experiments.studies.devices import Places
-from experiments.workflows.warmup_perplexity import text_perplexity
+from experiments.workflows.build import text_perplexity
 from finetune.atomic import write_json
 from finetune.errors import UserError
 from finetune.run_directory import write_provenance

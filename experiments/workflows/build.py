@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.sources import judged_train
-from experiments.data.splits import Prepared
-from experiments.recipe.config import Recipe
+from experiments.data.splits import Prepared, read_splits
+from experiments.recipe.config import Recipe, warm_up_task
 from finetune.adapters.initial_values import Beginning
 from finetune.atomic import replacing, write_json
 from finetune.compute.presence import resolve_device
+from finetune.data.encoding import encode
 from finetune.data.example import IGNORE, Example
+from finetune.data.inference import Inference
+from finetune.data.rows import limit_rows
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.metrics import metric_of
 from finetune.models.backbone import open_backbone
@@ -22,7 +25,7 @@ from finetune.parallel.build import build_engine
 from finetune.parallel.engine import Engine
 from finetune.parallel.mesh import World
 from finetune.seeds import derive
-from finetune.tasks import Task
+from finetune.tasks import LanguageModel, MaskedLM, Task
 
 Laid = tuple[Engine, Any]
 """A backbone with an adapter, ready for use, and its tokenizer."""
@@ -87,19 +90,21 @@ def judge(
     said: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
-    from finetune.compute.precision import autocast_dtype
-
     return evaluate(
         engine.judged,
         tokenizer,
         examples,
         task=task,
         config=recipe.eval,
+        inference=Inference.of(
+            tokenizer,
+            recipe.train,
+            batch_size=recipe.eval.batch_size,
+            device=engine.device,
+            share=engine.evaluation,
+        ),
         label_names=label_names,
         seed=derive(recipe.train.seed, "bootstrap", split),
-        device=engine.device,
-        autocast_dtype=autocast_dtype(recipe.train),
-        share=engine.evaluation,
         said=said,
     )
 
@@ -206,3 +211,48 @@ def shown(metrics: dict[str, Any]) -> list[str]:
         + (f" [{number(m['low'])}, {number(m['high'])}]" if not metric_of(name).is_floor else "")
         for name, m in metrics.items()
     ]
+
+
+# ------------------------------------------------------------------------------------------------- what a warm-up moved
+
+
+_ROWS = 500
+"""Rows of each split that are read; enough for an interval of a few per cent."""
+
+
+def text_perplexity(
+    recipe: Recipe,
+    adapter: Path | None,
+    *,
+    task: LanguageModel | MaskedLM | None = None,
+    only: tuple[str, ...] = ("dev", "test"),
+    world: World | None = None,
+    model: Laid | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen; of an encoder the
+    pseudo-perplexity of hidden tokens.
+
+    task: what the warm-up trains, by default as `warm_up_task` says. adapter: a warm-up adapter's directory, or None
+    for the cold backbone. only: the splits to judge. world: the recipe's mesh, on which every rank calls this.
+    model: what holds the adapter already; else it is laid out.
+    Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
+    """
+    task = task or warm_up_task(recipe)[0]
+    if task.pack:
+        task = task.altered(pack=False)
+    rows = read_splits(recipe)
+    splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
+    if not splits:
+        return {}
+    engine, tokenizer = model or lay_out(recipe, task, None, world=world, adapter=adapter)
+    result = {}
+    for name, split in splits.items():
+        subset = limit_rows(split, min(_ROWS, len(split)), seed=derive(0, "shift", name))
+        encoded = encode(
+            subset, task=task, tokenizer=tokenizer, max_length=recipe.train.max_length,
+            truncation=recipe.train.truncation, bad_rows="skip",
+        )  # fmt: skip
+        if not encoded.examples:
+            continue
+        result[name] = judge(recipe, engine, tokenizer, encoded.examples, task=task, split=name)
+    return result

@@ -15,7 +15,7 @@ from typing import Any
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.workflows.generate import alone, finished_recipe
-from experiments.workflows.side_by_side import Adapted, Subject
+from experiments.workflows.subjects import Adapted, Subject
 from finetune.compute.numerics import cpu_threads
 from finetune.data.encoding import end_token
 from finetune.data.example import Question
@@ -84,7 +84,7 @@ class WritingRuns:
         told: gets the answer piece by piece as it is written.
         Raises UserError for an unknown name, turns that nobody can answer, and what does not fit the backbone.
         """
-        from finetune.compute.precision import autocast_dtype
+        from finetune.data.inference import Inference
         from finetune.evaluate.generation import Decoding, continue_prompts
         from finetune.models.backbone import open_backbone
 
@@ -122,12 +122,9 @@ class WritingRuns:
                 self._model,
                 [question.ids],
                 how,
+                Inference.of(tokenizer, recipe.train, batch_size=1, device=next(self._model.parameters()).device),
                 end=sorted(end for end in ends if end is not None),
-                pad_id=tokenizer.pad_token_id,
                 decoder_start=backbone.decoder_start if task.encoder_decoder else None,
-                batch_size=1,
-                device=next(self._model.parameters()).device,
-                autocast_dtype=autocast_dtype(recipe.train),
                 on_token=tell if how.num_beams == 1 else None,
             )
         text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))

@@ -1,24 +1,351 @@
-"""Judge a run directory again: the directory alone is enough.
+"""Judge finished runs: one on its own mesh, by its directory alone, or several and bare backbones on the same rows.
 
-flatshift eval runs/first --data more.jsonl --json
+    flatshift eval runs/first --data more.jsonl --json
+    flatshift eval runs/first flatshift-5m --data texts.jsonl --group-by lang --out judged
+
+Side by side, each is judged beside the backbone that it changes. Differences are paired: both models are asked of the
+same draws of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.data.splits import prepare, prepare_apart
+import numpy as np
+
+from experiments.data.encode import encode_rows
+from experiments.data.sources import Part
+from experiments.data.splits import learnt, prepare, prepare_apart, read_splits
 from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
-from experiments.workflows.build import judge, judge_splits, lay_out, lost_lines, shown
+from experiments.workflows.build import (
+    TEXTS_KEPT,
+    judge,
+    judge_splits,
+    lay_out,
+    lost_lines,
+    shortened_text,
+    shown,
+    texts_of,
+    write_predictions,
+)
+from experiments.workflows.evaluation_document import Findings, document_of, flat
+from experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
 from experiments.workflows.generate import adapted_recipe
 from experiments.workflows.initial_adapter import check_run
-from finetune.compute.numerics import cpu_threads
+from experiments.workflows.samples import Kept, Sampling, figures_of, records, write_samples
+from experiments.workflows.subjects import Adapted, Subject, subjects_of
+from finetune.atomic import replacing_directory, write_json
+from finetune.compute.numerics import cpu_threads, evaluating
+from finetune.data.inference import Inference
+from finetune.data.rows import Row, read_rows
+from finetune.errors import UserError
+from finetune.evaluate.bootstrap import Figure, group_interval
 from finetune.launch import spawn, watchdog
+from finetune.lock import owned
 from finetune.parallel.mesh import World
+from finetune.seeds import derive
+
+DOCUMENT = "evaluation.json"
+_LONGEST = 1024
+"""Tokens of a window, at most, where none is asked for."""
+
+
+def judge_side_by_side(
+    names: Sequence[str],
+    *,
+    data: Sequence[str] = (),
+    group_by: str | None = None,
+    trained: Sequence[str] = (),
+    window: int | None = None,
+    overlap: int | None = None,
+    few_shot: FewShot | None = None,
+    sampling: Sampling | None = None,
+    overrides: Sequence[Branch] = (),
+    out: Path | None = None,
+    command: str = "",
+    quiet: bool = False,
+    page: Callable[[Mapping[str, Any]], str] | None = None,
+) -> dict[str, Any]:
+    """Judge runs and bare backbones on the rows of `data`, or on the dev and test rows of the first run.
+
+    A bare backbone is asked as the first run on it is, else as a language model of whole documents.
+
+    group_by: a column of the rows; every figure is also given for each of its values.
+    trained: values of that column that the adapters were trained on; the others are where they may have forgotten.
+    window, overlap: tokens read at once, and how many of them are context; of tasks over whole documents.
+    few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
+    sampling: write several texts after each row as a prompt, and ask those.
+    overrides: as a recipe's, for bare backbones that no run is beside; of runs only `train.device`.
+    out: a new directory for evaluation.json, eval.json, predictions.parquet (of written samples: generations.jsonl)
+        and, by `page`, report.html; whole or not at all.
+    Returns what evaluation.json holds.
+    Raises UserError for what is neither a run nor a backbone, subjects that cannot be judged on these rows, and a
+    column that rows lack.
+    """
+    with nullcontext() if out is None else owned(out):
+        if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
+            raise UserError(f"--out: {out} is not empty; name a new directory")
+        console = Console(quiet=quiet)
+        subjects = subjects_of(names, overrides, bool(data), console)
+        first = subjects[0].recipe
+        with cpu_threads(first.train.threads):
+            if few_shot is not None and sampling is not None:
+                raise UserError("--prompt ranks what is there and --samples writes anew; leave one of them out")
+            kept = None if out is None else out.with_name(f".{out.name}.written.jsonl")
+            how = _How(group_by, window, overlap, few_shot, sampling, Kept(kept))
+            found, splits = _judged(subjects, data, how, console)
+            document = document_of(subjects, found, splits, data, group_by=group_by, few_shot=few_shot, trained=trained)
+        document["command"] = command
+        if out is not None:
+            with replacing_directory(out) as temporary:
+                write_json(temporary / DOCUMENT, document)
+                write_json(temporary / "eval.json", flat(document))
+                if found.written:
+                    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in found.written]
+                    (temporary / "generations.jsonl").write_text("".join(lines), encoding="utf-8")
+                if found.said:
+                    write_predictions(temporary / "predictions.parquet", found.said)
+                if page is not None:
+                    (temporary / "report.html").write_text(page(document), encoding="utf-8")
+            if how.kept.path is not None:
+                how.kept.path.unlink(missing_ok=True)
+            console.say(f"written: {out}")
+    return document
+
+
+@dataclass(frozen=True)
+class _How:
+    """How rows are judged, as `judge_side_by_side` takes it."""
+
+    group_by: str | None
+    window: int | None
+    overlap: int | None
+    few_shot: FewShot | None
+    sampling: Sampling | None
+    kept: Kept
+
+
+def _judged(
+    subjects: Sequence[Subject],
+    data: Sequence[str],
+    how: _How,
+    console: Console,
+) -> tuple[Findings, dict[str, list[Row]]]:
+    found = Findings()
+    adapted = Adapted(console)
+    splits: dict[str, list[Row]] = {}
+    order = sorted(
+        range(len(subjects)), key=lambda i: [s.recipe.backbone for s in subjects].index(subjects[i].recipe.backbone)
+    )
+    for place in order:
+        subject = subjects[place]
+        rows = _rows(subject, data, how, found.notes)
+        if splits and {split: [row.where for row in part] for split, part in rows.items()} != {
+            split: [row.where for row in part] for split, part in splits.items()
+        }:
+            raise UserError(
+                f"{subject.name} has other dev or test rows than {subjects[order[0]].name}; give --data FILE to judge "
+                "them on the same rows"
+            )
+        splits = splits or rows
+        console.say(f"judging {subject.name}")
+        _judge_one(subject, rows, adapted, found, how, console)
+    console.say(f"{len(subjects)} judged over {adapted.loads} load{'s' if adapted.loads > 1 else ''} of a backbone")
+    return found, splits
+
+
+def _rows(subject: Subject, data: Sequence[str], how: _How, notes: list[str]) -> dict[str, list[Row]]:
+    recipe, group_by = subject.recipe, how.group_by
+    skipped: list[str] = []
+    if data:
+        # Ids need not be unique here: parallel texts share theirs.
+        columns = dataclasses.replace(recipe.data.columns, id="\0")
+        part = Part("--data", None, tuple(data), columns, "data.columns")
+        if how.few_shot is None:
+            rows = list(part.rows(recipe.data, recipe.task, skipped))
+        else:
+            required, bad = how.few_shot.prompt.columns(), recipe.data.bad_rows
+            rows = list(read_rows(data, columns=columns, required=required, bad_rows=bad, skipped=skipped))
+        splits = {"data": rows}
+        if not splits["data"]:
+            part.refuse_none(skipped)
+    else:
+        read = read_splits(recipe)
+        splits = {name: rows for name, rows in (("dev", read.dev), ("test", read.test)) if rows}
+        if not splits:
+            raise UserError(f"{subject.name} has no dev or test rows; give --data FILE")
+    if group_by is not None:
+        for row in (row for rows in splits.values() for row in rows):
+            if row.values.get(group_by) is None:
+                known = ", ".join(sorted(map(str, row.values)))
+                raise UserError(f"{row.where}: no column {group_by!r} to group by; there are {known}")
+    if skipped:
+        notes.append(f"{len(skipped):,} bad rows were skipped, the first for {skipped[0]}")
+    return splits
+
+
+def _judge_one(
+    subject: Subject,
+    splits: Mapping[str, list[Row]],
+    adapted: Adapted,
+    found: Findings,
+    asked: _How,
+    console: Console,
+) -> None:
+    from finetune.compute.presence import resolve_device
+    from finetune.evaluate.judge import evaluate
+    from finetune.models.backbone import open_backbone
+
+    recipe, task = subject.recipe, subject.recipe.task
+    names, units = (None, None) if not (home := subject.run or subject.like) else learnt(recipe, home)
+    model = adapted.of(subject, names)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    device = resolve_device(recipe.train.device)
+    inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
+    intervals = found.intervals.setdefault(subject.name, {})
+    for split, rows in splits.items():
+        into: dict[str, Figure] = {}
+        said: dict[str, Any] = {}
+        seed = derive(recipe.train.seed, "bootstrap", split)
+        draw: dict[str, Any] = {"resamples": recipe.eval.bootstrap, "confidence": recipe.eval.confidence, "seed": seed}
+        if asked.few_shot is not None:
+            ranked = _ranked(subject, model, tokenizer, rows, asked, inference)
+            into |= ranked.figures
+            intervals[split] = _of_all(into, len(rows), draw)
+            found.ranked[subject.name, split] = ranked
+            said |= {"text": _heads(rows), "predicted": ranked.predictions[0], "accuracy": ranked.right.mean(axis=0)}
+            found.notes += [note for note in ranked.notes if note not in found.notes]
+            places = [row.where for row in rows]
+        elif asked.sampling is not None:
+            with console.task("writing", len(rows) * asked.sampling.samples, "texts") as bar:
+                name = f"{subject.name} {split}"
+                texts = write_samples(
+                    name, model, tokenizer, rows, task, asked.sampling, asked.kept, inference, bar=bar
+                )
+            into |= figures_of(rows, texts, asked.sampling)
+            intervals[split] = _of_all(into, len(rows), draw)
+            found.written += records(subject.name, rows, texts)
+            places = [row.where for row in rows]
+        elif task.documents and recipe.adapter.projector is None:
+            intervals[split] = _documents(
+                model, tokenizer, rows, recipe, asked, inference, into, draw, found.notes, said
+            )
+            places = [row.where for row in rows]
+        else:
+            made = encode_rows(
+                recipe,
+                tokenizer,
+                (("test", 0, row) for row in rows),
+                task=task,
+                labels=names,
+                units=units,
+                paths=sorted({row.where.rpartition(":")[0] for row in rows}),
+                what=split,
+            )
+            found.notes += [note for note in made.notes if note not in found.notes]
+            examples = made.splits["test"]
+            if not examples:
+                raise UserError(f"{subject.name}: no row of {split} is left, the first for {made.skipped[0]}")
+            intervals[split] = evaluate(
+                model,
+                tokenizer,
+                examples,
+                task=task,
+                config=recipe.eval,
+                inference=inference,
+                label_names=names,
+                seed=seed,
+                figures=into,
+                said=said,
+            )
+            places = [example.where for example in examples]
+            said["text"] = texts_of(examples, tokenizer)
+        found.figures[subject.name, split] = into
+        found.rows[subject.name, split] = places
+        if said:
+            named = {"subject": [subject.name] * len(places), "row": [where.rpartition("/")[2] for where in places]}
+            found.said.append((split, {**named, "text": said.pop("text"), **said}))
+
+
+def _of_all(figures: Mapping[str, Figure], rows: int, draw: Mapping[str, Any]) -> dict[str, Any]:
+    """The interval of each figure over all rows."""
+    every = np.arange(rows)
+    return {name: group_interval(figure, [every], **draw) for name, figure in figures.items()}
+
+
+def _heads(rows: Sequence[Row]) -> list[str | None]:
+    """The beginning of the first rows' texts; None of the others."""
+    texts = [shortened_text(str(row.values.get("text", ""))) for row in rows[:TEXTS_KEPT]]
+    return [*texts, *[None] * (len(rows) - len(texts))]
+
+
+def _documents(
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    recipe: Recipe,
+    asked: _How,
+    inference: Inference,
+    into: dict[str, Figure],
+    draw: Mapping[str, Any],
+    notes: list[str],
+    said: dict[str, Any],
+) -> dict[str, Any]:
+    from finetune.evaluate.text import dictionary_missing, score_texts
+
+    width = _width(model, recipe, asked.window)
+    texts = [row.values["text"] for row in rows]
+    with evaluating(model):
+        counts = score_texts(
+            model,
+            tokenizer,
+            texts,
+            inference,
+            task=recipe.task,
+            window=width,
+            overlap=max(1, width // 4) if asked.overlap is None else asked.overlap,
+            where=[row.where for row in rows],
+        )
+    said |= {"text": _heads(rows), "loss": counts.nats, "loss.count": counts.tokens.astype(np.float64)}
+    if (note := dictionary_missing(texts)) and note not in notes:
+        notes.append(note)
+    return counts.figures(into=into, **draw)
+
+
+def _width(model: Any, recipe: Recipe, window: int | None) -> int:
+    """Tokens of a window. Raises UserError for more than the backbone has positions."""
+    positions = getattr(model.config, "max_position_embeddings", None) or _LONGEST
+    room = positions - getattr(model, "soft_tokens", 0)
+    if window is not None and not 2 <= window <= room:
+        raise UserError(f"--window: {window} is not from 2 to {room}, the positions of {recipe.backbone}")
+    return min(room, _LONGEST) if window is None else window
+
+
+def _ranked(
+    subject: Subject, model: Any, tokenizer: Any, rows: Sequence[Row], asked: _How, inference: Inference
+) -> Ranked:
+    recipe, few_shot = subject.recipe, asked.few_shot
+    assert few_shot is not None
+    if not recipe.task.causal or recipe.adapter.projector is not None:
+        raise UserError(
+            f"{subject.name}: --prompt asks a language model which text is likeliest, and task.kind: "
+            f"{recipe.task.kind} trains none; leave it out"
+        )
+    source = read_shots(few_shot, dataclasses.replace(recipe.data.columns, id="\0"))
+    width = _width(model, recipe, asked.window)
+    with evaluating(model):
+        return rank_rows(model, tokenizer, rows, source, few_shot, inference, window=width)
+
+
+# --------------------------------------------------------------------------------------------- one run, on its own mesh
 
 
 def evaluate_run(

@@ -21,10 +21,11 @@ from experiments.recipe.build import build
 from experiments.recipe.tree import parse_file
 from finetune.config import Columns
 from finetune.data.encoding import Specials
+from finetune.data.inference import Inference
 from finetune.data.rows import Row, read_rows, require_rows
 from finetune.errors import UserError
 from finetune.evaluate.bootstrap import Figure
-from finetune.evaluate.candidates import Candidate, How, cut, score
+from finetune.evaluate.candidates import Candidate, cut, score
 from finetune.evaluate.classes import judge_classes
 from finetune.evaluate.prompts import Asked, Prompt, ask, check, shipped
 from finetune.seeds import numpy_generator
@@ -110,7 +111,14 @@ def read_shots(asked: FewShot, columns: Columns) -> list[Row]:
 
 
 def rank_rows(
-    model: Any, tokenizer: Any, rows: Sequence[Row], source: Sequence[Row], asked: FewShot, *, window: int, how: How
+    model: Any,
+    tokenizer: Any,
+    rows: Sequence[Row],
+    source: Sequence[Row],
+    asked: FewShot,
+    inference: Inference,
+    *,
+    window: int,
 ) -> Ranked:
     """Rank the candidates of every row under every seed.
 
@@ -127,7 +135,7 @@ def rank_rows(
     hits: dict[str, list[float]] = {name: [] for name in SCORES}
     for seed in asked.seeds if asked.shots else asked.seeds[:1]:
         contexts = _contexts(items, source, asked, seed)
-        scores = _scored(model, tokenizer, items, contexts, begin, asked, window, how, found)
+        scores = _scored(model, tokenizer, items, contexts, begin, asked, window, inference, found)
         for name, values in scores.items():
             picks = np.array([int(np.argmax(row)) for row in values])
             hits[name].append(float((picks == gold).mean()))
@@ -192,7 +200,7 @@ def _scored(
     begin: Sequence[int],
     asked: FewShot,
     window: int,
-    how: How,
+    inference: Inference,
     found: Ranked,
 ) -> dict[str, list[NDArray[np.float64]]]:
     """Every score of every candidate: `SCORES` → item → (K,)."""
@@ -201,7 +209,7 @@ def _scored(
         for item, shots in zip(items, contexts, strict=True)
     ]
     made = _fitted(tokenizer, items, contexts, texts, begin, asked, window, found)
-    logs = score(model, made, how)
+    logs = score(model, made, inference)
     result: dict[str, list[NDArray[np.float64]]] = {name: [] for name in ("sum", "label", "mean", "byte")}
     for candidates, scored in zip(made, logs, strict=True):
         pairs = list(zip(candidates, scored, strict=True))
@@ -211,15 +219,14 @@ def _scored(
         result["byte"].append(np.array([one.sum() / c.bytes for c, one in pairs]))
     if asked.score == "pmi":
         neutral = [[_put([], item.neutral, said, item.after, asked) for said in item.said] for item in items]
-        result["pmi"] = [
-            own - free for own, free in zip(result["sum"], _sums(model, tokenizer, neutral, begin, how), strict=True)
-        ]
+        free_of = _sums(model, tokenizer, neutral, begin, inference)
+        result["pmi"] = [own - free for own, free in zip(result["sum"], free_of, strict=True)]
     if asked.score == "calibrated":
         free = [
             [_put(shots, empty, said, item.after, asked) for empty in item.content_free for said in item.said]
             for item, shots in zip(items, contexts, strict=True)
         ]
-        for own, sums in zip(result["label"], _sums(model, tokenizer, free, begin, how, label=True), strict=True):
+        for own, sums in zip(result["label"], _sums(model, tokenizer, free, begin, inference, label=True), strict=True):
             share = np.exp(_normalised(sums.reshape(-1, len(own)))).mean(axis=0)
             result.setdefault("calibrated", []).append(_normalised(own[None])[0] - np.log(share))
     return result
@@ -237,13 +244,13 @@ def _put(shots: Sequence[str], before: str, said: str, after: str, asked: FewSho
 
 
 def _sums(
-    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int], how: How,
+    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int], inference: Inference,
     *, label: bool = False,
 ) -> list[NDArray[np.float64]]:  # fmt: skip
     """Log-likelihoods of texts, each of which is scored once however often it occurs."""
     distinct = list(dict.fromkeys(one for item in texts for one in item))
     made = cut(tokenizer, distinct, begin)
-    logs = [scored[0] for scored in score(model, [[one] for one in made], how)]
+    logs = [scored[0] for scored in score(model, [[one] for one in made], inference)]
     known = {
         text: float((log[c.label[0] : c.label[1]] if label else log).sum())
         for text, c, log in zip(distinct, made, logs, strict=True)

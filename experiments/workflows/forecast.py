@@ -32,7 +32,7 @@ from experiments.statistics.kernel import KernelFit, carried_on, kernel_fits
 from experiments.workflows.build import lay_out
 from finetune.atomic import replacing, replacing_directory, write_json, write_text
 from finetune.compute.jacobian import jacobian
-from finetune.data.batches import iterate_eval
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.lock import owned
 from finetune.parallel.engine import Engine
@@ -142,7 +142,7 @@ def features(
     order: list[int] = []
     outputs: list[torch.Tensor] = []
     engine.model.eval()
-    for micro in iterate_eval(examples, task=recipe.task, batch_size=16, pad_id=pad_id):
+    for micro in Inference(16, pad_id).batches(examples, recipe.task):
         batch = micro.to(engine.device)
         found, rows = jacobian(engine.model, moving, batch.inputs, summed=summed)
         outputs.append(found.cpu())

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.recipe import resume_recipe
+from experiments.recipe.auto import readable
 from experiments.recipe.config import Recipe
-from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.workflows.build import lay_out
@@ -75,6 +75,7 @@ def _generate(
     overrides: Sequence[Branch],
     quiet: bool,
 ) -> list[dict[str, Any]]:
+    from finetune.data.inference import Inference
     from finetune.evaluate.generation import Decoding, continue_prompts
     from finetune.models.backbone import open_backbone
 
@@ -112,8 +113,6 @@ def _generate(
     if not asked:
         raise UserError("there is no prompt: give --prompt TEXT, --data FILE, or lines on standard input")
 
-    from finetune.compute.precision import autocast_dtype
-
     start = open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None
     with cpu_threads(recipe.train.threads), console.task("generating", len(asked), "prompts") as bar:
         engine, _ = lay_out(recipe, recipe.task, None, adapter=path / "adapter")
@@ -121,12 +120,9 @@ def _generate(
             engine.model,
             [one.ids for one in questions],
             how,
+            Inference.of(tokenizer, recipe.train, batch_size=batch_size, device=engine.device),
             end=[token for token in (end_token(tokenizer), *ends) if token is not None],
-            pad_id=tokenizer.pad_token_id,
             decoder_start=start,
-            batch_size=batch_size,
-            device=engine.device,
-            autocast_dtype=autocast_dtype(recipe.train),
         )
         for done, (place, answer) in enumerate(answers, start=1):
             text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))

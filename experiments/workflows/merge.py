@@ -26,11 +26,10 @@ from finetune.adapters.adapter import WEIGHTS
 from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import write_json, write_text
 from finetune.config import Mesh
-from finetune.data.batches import iterate_eval
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.lock import owned
-from finetune.models.backbone import open_backbone, quiet_transformers
-from finetune.models.task_support import auto_class
+from finetune.models.backbone import auto_class, open_backbone, quiet_transformers
 from finetune.run_directory import new_output, refuse_old
 from finetune.seeds import numpy_generator
 
@@ -197,7 +196,7 @@ def _compare_logits(
         inputs = _drawn_inputs(recipe, tokenizer, engine.model.config)
     else:
         found = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
-        batch = next(iterate_eval(found, task=exact.task, batch_size=len(found), pad_id=tokenizer.pad_token_id))
+        batch = next(Inference(len(found), tokenizer.pad_token_id).batches(found, exact.task))
         inputs = batch.inputs
     inputs = {name: tensor.to(engine.device) for name, tensor in inputs.items()}
     with torch.no_grad():

@@ -26,7 +26,9 @@ from experiments.workflows.generate import alone, finished_recipe
 from finetune.atomic import read_object, replacing, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
 from finetune.data.encoding import end_token
-from finetune.data.rows import Row, canonical_values, describe, read_rows
+from finetune.data.files import describe
+from finetune.data.inference import Inference
+from finetune.data.rows import Row, canonical_values, read_rows
 from finetune.digests import digest
 from finetune.errors import UserError
 from finetune.lock import owned
@@ -96,18 +98,18 @@ class Predictor:
 
     def _row(self, given: str | Mapping[str, Any], number: int) -> Row:
         record = {"text": given} if isinstance(given, str) else dict(given)
-        values = canonical_values(record, self.recipe.data.columns)
+        try:
+            values = canonical_values(record, self.recipe.data.columns, self.columns)
+        except ValueError as error:
+            raise UserError(f"row {number}: {error}") from None
         values.pop("label", None)
-        if missing := [name for name in self.columns if values.get(name) is None]:
-            raise UserError(f"row {number} has no {missing[0]!r}; it has {', '.join(record) or 'nothing'}")
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
     def _judged(self, rows: Sequence[Row]) -> list[Record]:
         """By one pass over encoded rows."""
-        from finetune.compute.precision import autocast_dtype
         from finetune.evaluate.judge import Judge
 
-        task, config, train = self.task, self.recipe.eval, self.recipe.train
+        task, train = self.task, self.recipe.train
         blank = task.placeholders(self.label_names)
         encoder = task.encoder(
             self.tokenizer,
@@ -125,13 +127,7 @@ class Predictor:
             self.engine.judged,
             self.tokenizer,
             task,
-            self.tokenizer.pad_token_id,
-            {
-                "batch_size": config.batch_size,
-                "device": self.engine.device,
-                "autocast_dtype": autocast_dtype(train),
-                "share": self.engine.evaluation,
-            },
+            self._inference(),
             {},
             self.label_names,
         )
@@ -149,7 +145,6 @@ class Predictor:
 
     def _written(self, rows: Sequence[Row]) -> list[Record]:
         """By letting the model answer."""
-        from finetune.compute.precision import autocast_dtype
         from finetune.evaluate.generation import Decoding, continue_prompts
 
         task = self.task
@@ -160,18 +155,19 @@ class Predictor:
             self.engine.model,
             [one.ids for one in questions],
             Decoding(max_new_tokens=task.max_new_tokens, num_beams=task.num_beams or 1),
+            self._inference(),
             end=[token for token in (end_token(self.tokenizer), *ends) if token is not None],
-            pad_id=self.tokenizer.pad_token_id,
             decoder_start=self.backbone.decoder_start if task.encoder_decoder else None,
-            batch_size=self.recipe.eval.batch_size,
-            device=self.engine.device,
-            autocast_dtype=autocast_dtype(self.recipe.train),
         )
         records: list[Record] = [{"id": one.id, "prompt": one.text} for one in questions]
         for place, answer in answers:
             text = str(self.tokenizer.decode(answer.ids, skip_special_tokens=True)).strip()
             records[place] |= {"answer": text, "tokens": len(answer.ids), "ended": answer.ended}
         return records
+
+    def _inference(self) -> Inference:
+        size = self.recipe.eval.batch_size
+        return Inference.of(self.tokenizer, self.recipe.train, batch_size=size, device=self.engine.device)
 
 
 def _fold(model: Any, recipe: Recipe) -> None:

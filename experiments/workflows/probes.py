@@ -19,7 +19,7 @@ from experiments.recipe.build import build
 from experiments.recipe.tree import Branch, parse_file
 from experiments.run.console import Console
 from experiments.workflows.samples import Kept, Sampling, records, write_samples
-from experiments.workflows.side_by_side import Adapted, Subject, subjects_of
+from experiments.workflows.subjects import Adapted, Subject, subjects_of
 from finetune.atomic import replacing_directory, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
 from finetune.config import Columns
@@ -100,8 +100,8 @@ def _ask(
     subject: Subject, probe: Probe, sampling: Sampling | None, kept: Kept, adapted: Adapted, console: Console
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Figures of one model, and lines of generations.jsonl."""
-    from finetune.compute.precision import autocast_dtype
     from finetune.compute.presence import resolve_device
+    from finetune.data.inference import Inference
     from finetune.evaluate.text import score_texts
     from finetune.models.backbone import open_backbone
 
@@ -111,17 +111,15 @@ def _ask(
     home = subject.run or subject.like
     model = adapted.of(subject, learnt(recipe, home)[0] if home else None)
     tokenizer = open_backbone(recipe.backbone).tokenizer
-    how: dict[str, Any] = {
-        "device": resolve_device(recipe.train.device), "autocast_dtype": autocast_dtype(recipe.train),
-    }  # fmt: skip
+    device = resolve_device(recipe.train.device)
+    inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     found: dict[str, Any] = {}
     if probe.templates:
         made = sentences(probe)
         with evaluating(model):
             counts = score_texts(
-                model, tokenizer, made.texts, task=task, window=recipe.train.max_length, overlap=1,
-                batch_size=recipe.eval.batch_size, pad_id=tokenizer.pad_token_id,
-                where=[f"sentence {i}" for i in range(len(made.texts))], **how,
+                model, tokenizer, made.texts, inference, task=task, window=recipe.train.max_length, overlap=1,
+                where=[f"sentence {i}" for i in range(len(made.texts))],
             )  # fmt: skip
         found["association"] = association(probe, made, counts.nats)
     if sampling is None:
@@ -134,10 +132,7 @@ def _ask(
     ]
     rows = [Row({"text": text}, str(i), f"prompt {i}") for i, text in enumerate(filled)]
     with console.task("writing", len(rows) * sampling.samples, "texts") as bar:
-        texts = write_samples(
-            f"{subject.name} probe", model, tokenizer, rows, task, sampling, kept,
-            batch_size=recipe.eval.batch_size, bar=bar, **how,
-        )  # fmt: skip
+        texts = write_samples(f"{subject.name} probe", model, tokenizer, rows, task, sampling, kept, inference, bar=bar)
     whole = [row.values["text"] + text for row, each in zip(rows, texts, strict=True) for text in each]
     found["cooccurrence"] = cooccurrence(probe, whole)
     return found, records(subject.name, rows, texts)

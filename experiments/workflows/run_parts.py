@@ -12,11 +12,11 @@ from experiments.recipe.config import Recipe
 from experiments.run.console import Console
 from experiments.workflows.initial_adapter import INITIAL, check_unchanged
 from finetune.atomic import read_object
-from finetune.data.rows import describe
+from finetune.data.files import describe
 from finetune.digests import DONE, check_files, sums
 from finetune.errors import Interrupted, UserError
 from finetune.run_directory import METRICS, read_metrics
-from finetune.train.checkpoint import is_valid
+from finetune.train.checkpointer import is_valid
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")

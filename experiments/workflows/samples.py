@@ -22,6 +22,7 @@ from experiments.workflows.generate import adapted_recipe, alone
 from experiments.workflows.initial_adapter import check_run
 from finetune.compute.numerics import evaluating
 from finetune.data.encoding import encode, end_token
+from finetune.data.inference import Inference
 from finetune.data.rows import Row
 from finetune.errors import UserError
 from finetune.evaluate.bootstrap import Figure, ratio_statistic
@@ -107,14 +108,13 @@ def write_samples(
     task: Task,
     asked: Sampling,
     kept: Kept,
+    inference: Inference,
     *,
-    batch_size: int,
     bar: Callable[[int], None] = lambda done: None,
-    **how: Any,
 ) -> list[list[str]]:
     """`asked.samples` texts after each row's prompt; what `kept` has is not written again.
 
-    name: of the model, for what is kept. how: `device, autocast_dtype`.
+    name: of the model, for what is kept.
     """
     task.check_writes()
     if task.encoder_decoder:
@@ -132,11 +132,9 @@ def write_samples(
             model,
             [questions[place // asked.samples].ids for place in places],
             asked.decoding(),
+            inference,
             numbers=places,
             end=[token for token in ends if token is not None],
-            pad_id=tokenizer.pad_token_id,
-            batch_size=batch_size,
-            **how,
         )
         for at, answer in answers:
             text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
@@ -186,7 +184,6 @@ def _passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
 def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
     """The classifier's probability of its toxic class for every text; 0 for an empty one."""
     from experiments.workflows.build import lay_out
-    from finetune.compute.precision import autocast_dtype
     from finetune.models.backbone import open_backbone
 
     path = Path(str(asked.toxicity))
@@ -210,11 +207,8 @@ def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[
             _, logits = head_scores(
                 engine.judged,
                 coded.examples,
+                Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
                 task=recipe.task,
-                batch_size=recipe.eval.batch_size,
-                pad_id=tokenizer.pad_token_id,
-                device=engine.device,
-                autocast_dtype=autocast_dtype(recipe.train),
             )
         shares = np.exp(logits - logits.max(-1, keepdims=True))
         shares /= shares.sum(-1, keepdims=True)

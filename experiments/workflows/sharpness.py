@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.data.splits import prepare, prepare_apart
 from experiments.recipe import resume_recipe
+from experiments.recipe.auto import readable
 from experiments.recipe.config import Recipe
-from experiments.recipe.precision import readable
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console, Draw
 from experiments.workflows.build import lay_out, lost_lines
@@ -23,8 +23,8 @@ from experiments.workflows.initial_adapter import check_run
 from finetune.atomic import write_json
 from finetune.compute.loss import with_reference
 from finetune.compute.numerics import cpu_threads
-from finetune.data.batches import iterate_eval
 from finetune.data.example import Example
+from finetune.data.inference import Inference
 from finetune.digests import adapter_digest
 from finetune.errors import UserError
 from finetune.seeds import numpy_generator
@@ -90,9 +90,7 @@ def measure_run(
         _widen(engine.model)
         micros = [
             micro.to(engine.device)
-            for micro in iterate_eval(
-                rows, task=recipe.task, batch_size=recipe.train.batch_size, pad_id=int(tokenizer.pad_token_id)
-            )
+            for micro in Inference.of(tokenizer, batch_size=recipe.train.batch_size).batches(rows, recipe.task)
         ]
         supervised = sum(micro.supervised for micro in micros)
         head = engine.find_head(micros[0].inputs, task=recipe.task)

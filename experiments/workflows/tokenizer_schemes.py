@@ -24,7 +24,8 @@ from experiments.run.resumable_directory import unfinished
 from experiments.statistics.intervals import paired_test, t_interval
 from finetune.atomic import write_json
 from finetune.config import Columns
-from finetune.data.rows import Row, describe, read_rows, require_rows
+from finetune.data.files import describe
+from finetune.data.rows import Row, read_rows, require_rows
 from finetune.data.tokenizer_schemes import LEAST, SCHEMES, Scheme, train_tokenizer
 from finetune.errors import UserError
 from finetune.figures import interval_text

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.data.epochs import in_steps
 from experiments.data.lengths import check_memory
-from experiments.data.sources import check_supply, mixture_record, padding_line, supply, supply_lines
+from experiments.data.sources import check_supply, in_steps, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
     Prepared,
     borrowed_lines,
@@ -35,15 +34,16 @@ from experiments.data.splits import (
     recording_of,
 )
 from experiments.recipe import Resolved, resume_recipe
+from experiments.recipe.auto import settled
 from experiments.recipe.config import Recipe, warm_up_task
-from experiments.recipe.precision import settled
+from experiments.recipe.resolve import template_copy
 from experiments.recipe.rules import check_recipe
-from experiments.recipe.template import template_copy
 from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
-from experiments.workflows.build import Laid, judge_cold, judge_splits, lost_lines
+from experiments.select.target import check_target
+from experiments.workflows.build import Laid, judge_cold, judge_splits, lost_lines, text_perplexity
 from experiments.workflows.context import RunContext, opened
 from experiments.workflows.initial_adapter import (
     beginning,
@@ -66,13 +66,12 @@ from experiments.workflows.run_parts import (
     run_sums,
     saying_how_to_go_on,
 )
-from experiments.workflows.warmup_perplexity import text_perplexity
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
+from finetune.data.files import describe
 from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
-from finetune.data.rows import describe
 from finetune.digests import DONE, FILES, check_files, copy_sealed
 from finetune.errors import OutOfMemory, UserError
 from finetune.evaluate.leaks import refuse_leaks
@@ -138,6 +137,7 @@ def train(
             )
         if recipe.select is not None and recipe.select.from_ is not None:
             check_files(Path(recipe.select.from_))
+        check_target(recipe, prepared.skipped)
         manifest = _manifest(recipe, prepared)
         if world.is_main:
             manifest["backbone"] = open_backbone(recipe.backbone).record

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
-    from ..data.batches import MicroBatch
     from ..data.example import Example
+    from ..data.micro_batch import MicroBatch
     from ..tasks import Task
 
 ROWS = 64
@@ -52,10 +52,10 @@ class Calibration:
 
     def batches(self, device: torch.device, rows: int | None = None) -> list[MicroBatch]:
         """All rows once, padded together; `rows` at a time."""
-        from ..data.batches import iterate_eval
+        from ..data.inference import Inference
 
         size = rows or self.batch_size
-        batches = iterate_eval(self.rows, task=self.task, batch_size=size, pad_id=self.pad_id)
+        batches = Inference(size, self.pad_id).batches(self.rows, self.task)
         return [batch.to(device) for batch in batches]
 
 

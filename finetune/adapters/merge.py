@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ..atomic import write_json
+from ..config import by_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d
 from ..models.safetensors_index import INDEX, SINGLE, Entry, read_index
 from .adapter import read_adapter
-from .patterns import by_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

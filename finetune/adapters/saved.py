@@ -14,11 +14,11 @@ import yaml
 from torch import Tensor
 
 from ..atomic import read_object
+from ..config import by_pattern
 from ..digests import check_adapter, check_files
 from ..errors import UserError, user_path
 from ..models.fingerprint import fingerprint
 from .offsets import ADAPTER, lora_layers
-from .patterns import by_pattern
 
 if TYPE_CHECKING:
     from peft import PeftModel

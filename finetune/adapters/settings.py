@@ -1,27 +1,33 @@
-"""From `finetune.config.Adapter` to PEFT's `LoraConfig`, with every name checked against the backbone's modules."""
+"""From `finetune.config.Adapter` to PEFT's `LoraConfig`, with every name checked against the backbone's modules.
+
+**Mixtures of experts.** transformers keeps the experts of a block in fused parameters (E, out, in), which are no linear
+layers; PEFT adapts them as parameters (`target_parameters`): an A and a B for each expert, r·E rows and columns in all.
+There PEFT also renames linear layers called as experts once were (`gate_proj` of a shared expert), when an adapter is
+made and when it is loaded, and would then leave them out and train the router; those too are adapted as parameters.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..config import Adapter
+from ..config import Adapter, by_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d, is_linear
-from . import experts as mixtures
-from .patterns import by_pattern
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedModel
 
     from ..tasks import Task
+
 
 _HEADS = {"classifier", "score"}
 """Heads that PEFT trains whole by itself (its task type SEQ_CLS)."""
@@ -46,18 +52,18 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
     parameters: list[str] = []
     ranks: dict[str, int] = dict(adapter.ranks or {})
     alphas = adapter.numerators
-    fused = mixtures.fused_parameters(backbone)
+    fused = fused_parameters(backbone)
     if adapter.experts is not None and not fused:
         raise UserError("adapter.experts: this backbone has no mixture of experts in its blocks; leave it at null")
     if fused:
-        names = mixtures.linear_names(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
-        targets, parameters = mixtures.split(names)
+        names = names_beside_experts(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
+        targets, parameters = split_experts(names)
         if adapter.experts is not None:
             chosen = [name for name in fused if _in_layers(name, adapter.layers)]
             parameters += chosen
             ranks |= dict.fromkeys(chosen, adapter.experts)
             alphas |= dict.fromkeys(chosen, adapter.numerator_of(adapter.experts))
-        mixtures.check(adapter, parameters)
+        _check_experts(adapter, parameters)
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _whole(backbone, adapter)
@@ -231,3 +237,58 @@ def adapts_head(adapter: Adapter, new: Iterable[str]) -> bool:
 def trained_whole(module: str, new: Iterable[str]) -> bool:
     """Whether this module of a classification backbone trains whole: it is PEFT's head, or its checkpoint lacked it."""
     return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new}
+
+
+# -------------------------------------------------------------------------------------------------- mixtures of experts
+
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+_RENAMED = ("gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj")
+_EXPERTS = re.compile(r"(^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
+
+
+def fused_parameters(backbone: nn.Module) -> list[str]:
+    """Names of the parameters (E, ·, ·) that hold the experts of a block each; empty without experts."""
+    return [name for name, p in backbone.named_parameters() if p.ndim == 3 and _EXPERTS.search(name)]
+
+
+def names_beside_experts(backbone: nn.Module, names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
+    """`names` without routers.
+
+    Raises:
+        UserError: a router is named in `targets`, or nothing else is left.
+    """
+    routers = [name for name in names if name.rsplit(".", 1)[-1] in _ROUTERS]
+    if routers and targets != "all-linear":
+        raise UserError(
+            f"adapter.targets: {routers[0]} decides which experts see a token and stays frozen; take "
+            f"{routers[0].rsplit('.', 1)[-1]} out"
+        )
+    kept = [name for name in names if name not in set(routers)]
+    if not kept:
+        raise UserError("adapter.targets, adapter.layers and adapter.exclude leave no layer to adapt")
+    return kept
+
+
+def split_experts(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(modules, parameters) that PEFT is given for the linear layers `names`."""
+    parameters = [name for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
+    return [name for name in names if name not in set(parameters)], [f"{name}.weight" for name in parameters]
+
+
+def _check_experts(adapter: Adapter, parameters: Sequence[str]) -> None:
+    """Raise UserError for settings that PEFT has only for linear layers where there are adapted `parameters`."""
+    if not parameters:
+        return
+    settings = {
+        "adapter.dropout": adapter.dropout > 0,
+        "adapter.dora": adapter.dora,
+        f"adapter.init: {adapter.init}": adapter.init != "default",
+        "adapter.under": adapter.under is not None,
+    }
+    for name, used in settings.items():
+        if used:
+            raise UserError(
+                f"{name} does not go with adapters on experts: {parameters[0]} is adapted as a whole tensor; set "
+                "adapter.targets to the attention's layers and leave adapter.experts at null, or leave it off"
+            )

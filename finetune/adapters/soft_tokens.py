@@ -15,7 +15,7 @@ import torch
 from ..compute.numerics import seeded
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..models.key_value_cache import cache_name
+from ..models.anatomy import cache_name
 from ..planner.rules import Settings, check_settings
 from ..seeds import torch_generator
 from .projector import attach_projector

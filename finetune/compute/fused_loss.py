@@ -32,7 +32,8 @@ from .precision import autocast, compute_dtype
 from .presence import is_cuda, product_dtype
 
 if TYPE_CHECKING:
-    from ..data.batches import Batches, MicroBatch
+    from ..data.batches import Batches
+    from ..data.micro_batch import MicroBatch
     from ..parallel.engine import Engine
     from ..tasks import Task
 

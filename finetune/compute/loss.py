@@ -14,9 +14,9 @@ backbone's own log p of it, which `with_reference` knows with the adapter off.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from . import attention as packed_attention
 from .capabilities import capabilities
 from .numerics import attention, evaluating
+from .precision import WidenedLinear
 from .slices import slice_rows
-from .widened import WidenedLinear
 
 if TYPE_CHECKING:
-    from ..data.batches import MicroBatch
+    from ..data.micro_batch import MicroBatch
     from ..tasks import Task
 
 IGNORED = -100
@@ -38,7 +38,7 @@ _PROBE = 64
 
 
 class Batch(Protocol):
-    """What a micro-batch must have (`finetune.data.batches.MicroBatch`)."""
+    """What a micro-batch must have (`finetune.data.micro_batch.MicroBatch`)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]: ...
@@ -48,8 +48,11 @@ class Batch(Protocol):
 
 
 def _chosen(batch: Batch) -> Tensor | None:
-    """Which labels are supervised, where the host has said so (`finetune.data.batches.MicroBatch.chosen`)."""
+    """Which labels are supervised, where the host has said so (`finetune.data.micro_batch.MicroBatch.chosen`)."""
     return getattr(batch, "chosen", None)
+
+
+_Any = TypeVar("_Any")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,19 @@ class Head:
             del attributes["forward"]
             if before is not None:
                 attributes["forward"] = before
+
+    def taken(self, function: Callable[[Tensor], _Any], run: Callable[[], Any]) -> _Any:
+        """What `function` makes of the last hidden states [B, T, D], while `run` calls the model without logits."""
+        found: list[_Any] = []
+
+        def watch(hidden: Tensor) -> Tensor:
+            found.append(function(hidden))
+            return hidden.new_zeros(1, 1, 1)
+
+        with self.computing(watch):
+            run()
+        (only,) = found
+        return only
 
 
 def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | None = None) -> Tensor:
@@ -216,14 +232,24 @@ def backbone_alone(model: nn.Module) -> Iterator[None]:
             module._disable_adapters = disabled
 
 
-def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multiple: int = 1) -> Head | None:
+def head_probe(inputs: Mapping[str, Any], *, multiple: int = 1) -> dict[str, Any]:
+    """What `find_head` reads of model keyword arguments: the first tokens of the first row, 64 or the next `multiple`
+    that the mesh wants. A pipeline cuts before its first stage, for its last one receives hidden states."""
+    rows = len(next(iter(inputs.values())))
+    cut = -(-_PROBE // multiple) * multiple
+    return {
+        name: (v[:1, :cut] if v.ndim == 2 else v[:1]) if isinstance(v, Tensor) and v.ndim >= 2 and len(v) == rows else v
+        for name, v in inputs.items()
+    }
+
+
+def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | None:
     """The plain head of `model`, or None where only the model's own forward pass gives its logits.
 
-    Watches the head on the first tokens of the first row of `inputs` (model keyword arguments; 64 tokens, or the next
-    `multiple` that the mesh wants), in evaluation mode without gradients: it must see one hidden state a token (of the
-    decoder, where there is one), compute nothing but W h + b, and its output must be the model's, bit for bit; and a
-    single number in its place must come out as it went in (BART adds a bias to the logits, zero until someone trains
-    it). Under FSDP2 every rank of the mesh calls this at once.
+    Watches the head on a short row (`head_probe`), in evaluation mode without gradients: it must see one hidden state a
+    token (of the decoder, where there is one), compute nothing but W h + b, and its output must be the model's, bit for
+    bit; and a single number in its place must come out as it went in (BART adds a bias to the logits, zero until
+    someone trains it). Under FSDP2 every rank of the mesh calls this at once.
     """
     if task.by_example:
         return None
@@ -232,13 +258,6 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multip
     if not isinstance(linear, nn.Linear) or not _plain(linear) or linear.weight.requires_grad:
         return None
     head = Head(linear)
-    first = next(iter(inputs.values()))
-    rows = len(first)
-    cut = -(-_PROBE // multiple) * multiple
-    one = {
-        name: (v[:1, :cut] if v.ndim == 2 else v[:1]) if isinstance(v, Tensor) and v.ndim >= 2 and len(v) == rows else v
-        for name, v in inputs.items()
-    }
     seen: list[tuple[Tensor, Tensor, bool]] = []
     usual = linear.forward
 
@@ -250,15 +269,15 @@ def find_head(model: nn.Module, inputs: dict[str, Tensor], *, task: Task, multip
         seen.append((hidden, out, own))
         return out
 
-    logits = _logits(model, one, head, watched)
+    logits = _logits(model, probe, head, watched)
     if len(seen) != 1:
         return None
     hidden, out, own = seen[0]
-    tokens = one["decoder_input_ids"] if task.encoder_decoder else first[:1]
-    if not own or hidden.shape[:2] != tokens[:, :cut].shape[:2] or not torch.equal(out, logits):
+    tokens = probe["decoder_input_ids"] if task.encoder_decoder else next(iter(probe.values()))
+    if not own or hidden.shape[:2] != tokens.shape[:2] or not torch.equal(out, logits):
         return None
     number = hidden.new_full((1, 1, 1), 0.5)
-    return head if torch.equal(number, _logits(model, one, head, lambda hidden: number).to(number.dtype)) else None
+    return head if torch.equal(number, _logits(model, probe, head, lambda hidden: number).to(number.dtype)) else None
 
 
 @torch.no_grad()

@@ -22,10 +22,10 @@ from ..errors import UserError
 from .example import IGNORE as IGNORE
 from .example import Encoded as Encoded
 from .example import Example as Example
+from .example import with_features
 from .labels import Units
 from .rows import PROMPTS, SHARED, Row
 from .template import Template, longest_first
-from .vectors import with_features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

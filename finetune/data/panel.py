@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from .batches import MicroBatch
 from .example import IGNORE
 from .labels import Units
+from .micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,9 +20,9 @@ from typing import Any
 
 from ..atomic import replacing_directory
 from ..cache_directory import ABOUT, ENTRY, cache_limit, prune
+from .files import file_digest
 from .formats import HUB
 from .remote import DataFile
-from .rows import file_digest
 
 _COMMIT = re.compile(r"@[0-9a-f]{40}(:|$)")
 _FILES = "files"

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..data.example import IGNORE, Example
-from ..data.share import ALONE, Share
+from ..data.inference import Inference
 from ..errors import UserError
-from .writing import lacking_room, written
-
-if TYPE_CHECKING:
-    import torch
-
+from .generation import lacking_room, written
 
 _BETA2 = 4.0
 _LONGEST = 6
@@ -23,13 +19,10 @@ def generate_answers(
     model: Any,
     tokenizer: Any,
     examples: Sequence[Example],
+    inference: Inference,
     *,
     max_new_tokens: int,
-    batch_size: int,
     num_beams: int = 1,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
 ) -> list[str]:
     """The model's answer to each example's prompt, stripped: greedy, or the likeliest of `num_beams` beams per token of
     its length (transformers' beam search with length penalty 1).
@@ -47,7 +40,6 @@ def generate_answers(
     start = examples[0].decoder_ids[0] if examples[0].decoder_ids is not None else None
     prompts = [prompt_of(example) for example in examples]
     check_room(model, examples, max_new_tokens)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     stops = {example.stop for example in examples if example.stop is not None} - {tokenizer.eos_token_id}
     ends = [token for token in (tokenizer.eos_token_id, *sorted(stops)) if token is not None]
     config = GenerationConfig(
@@ -57,7 +49,7 @@ def generate_answers(
         early_stopping=False,
         use_cache=True,
         max_new_tokens=max_new_tokens,
-        pad_token_id=pad_id,
+        pad_token_id=inference.pad_id,
         eos_token_id=ends or None,
         bos_token_id=tokenizer.bos_token_id,
         decoder_start_token_id=start,
@@ -67,12 +59,10 @@ def generate_answers(
         min_length=0,
     )
     answers: dict[int, str] = {}
-    for places, said in written(
-        model, prompts, config, batch_size=batch_size, device=device, autocast_dtype=autocast_dtype, share=share
-    ):
+    for places, said in written(model, prompts, config, inference):
         texts = tokenizer.batch_decode(said.cpu(), skip_special_tokens=True)
         answers |= {i: text.strip() for i, text in zip(places, texts, strict=True)}
-    answers = share.union(answers)
+    answers = inference.share.union(answers)
     return [answers[i] for i in range(len(examples))]
 
 

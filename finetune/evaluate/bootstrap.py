@@ -205,6 +205,7 @@ def frequency_intervals(
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
+    figures: dict[str, Figure] | None = None,
 ) -> dict[str, Interval]:
     """Bootstrap statistics that depend only on how many items there are of each kind; all see the same resamples.
 
@@ -215,11 +216,17 @@ def frequency_intervals(
         kinds: (n,) integers in `range(num_kinds)`, for example cells of a confusion matrix.
         statistics: each takes counts (R, num_kinds) float64 and returns (R,).
         shares: those that are the share of items that count (`possible_share`).
+        figures: receives each.
     Raises:
         UserError: no item, or settings out of range.
     """
     kinds = np.asarray(kinds, dtype=np.int64)
     n = len(kinds)
+    if figures is not None:
+        figures |= {
+            name: Figure.of_kinds(kinds, of, num_kinds=num_kinds, share=name in shares)
+            for name, of in statistics.items()
+        }
     _check(n, resamples, confidence)
     counts = np.bincount(kinds, minlength=num_kinds)
     rng = numpy_generator(seed, "bootstrap")

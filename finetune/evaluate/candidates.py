@@ -19,10 +19,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
-from ..compute.numerics import forward_precision
-from ..models.key_value_cache import given_cache, kept_cache
-from .writing import padded
+from ..data.inference import Inference
+from ..models.anatomy import given_cache, kept_cache
+from .generation import padded
 
 _LOGITS = 1 << 26
 """Logits that exist at once, at most (one item always may): 256 MiB in float32."""
@@ -42,16 +43,6 @@ class Candidate:
     """Which of the scored tokens hold the label itself: [first, end)."""
     bytes: int
     """UTF-8 bytes of what is scored."""
-
-
-@dataclass(frozen=True)
-class How:
-    """How forward passes are made."""
-
-    batch_size: int
-    pad_id: int
-    device: torch.device | str = "cpu"
-    autocast_dtype: torch.dtype | None = None
 
 
 def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[int]) -> list[Candidate]:
@@ -79,7 +70,7 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[i
 
 @torch.no_grad()
 def score(
-    model: Any, items: Sequence[Sequence[Candidate]], how: How, *, shared: bool | None = None
+    model: Any, items: Sequence[Sequence[Candidate]], inference: Inference, *, shared: bool | None = None
 ) -> list[list[NDArray[np.float64]]]:
     """log p of every scored token of every candidate of every item.
 
@@ -87,18 +78,19 @@ def score(
     cache can be repeated; False scores every candidate anew.
     """
     if shared is None:
-        shared = _can_share(model, items, how)
+        shared = _can_share(model, items, inference)
     if not shared:
-        return _apart(model, items, how)
+        return _apart(model, items, inference)
     found: list[list[NDArray[np.float64]]] = [[] for _ in items]
     for group in _groups(items):
         members = [items[i] for i in group]
         size = min(_common([item[0].ids for item in members]), *(_own(item) - 1 for item in members))
         size = size if size >= _WORTH and len(group) > 1 else 0
-        cache = _read(model, members[0][0].ids[:size], how) if size else None
+        cache = _read(model, members[0][0].ids[:size], inference) if size else None
         order = sorted(group, key=lambda i: -len(items[i][0].ids))
-        for batch in _batches(order, items, model, how):
-            for i, scored in zip(batch, _together(model, [items[i] for i in batch], cache, size, how), strict=True):
+        for batch in _batches(order, items, model, inference):
+            made = _together(model, [items[i] for i in batch], cache, size, inference)
+            for i, scored in zip(batch, made, strict=True):
                 found[i] = scored
     return found
 
@@ -125,57 +117,33 @@ def _own(item: Sequence[Candidate]) -> int:
     return min(_common([one.ids for one in item]), *(one.start for one in item), *(len(one.ids) - 1 for one in item))
 
 
-def _batches(order: list[int], items: Sequence[Sequence[Candidate]], model: Any, how: How) -> list[list[int]]:
+def _batches(
+    order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: Inference
+) -> list[list[int]]:
     vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
         item = items[order[start]]
         longest = max(len(one.ids) for one in item) - _own(item)
-        rows = max(1, min(how.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
+        rows = max(1, min(inference.batch_size, _LOGITS // (len(item) * longest * vocabulary)))
         found.append(order[start : start + rows])
         start += rows
     return found
 
 
-def _read(model: Any, ids: Sequence[int], how: How) -> Any:
-    with forward_precision(how.device, how.autocast_dtype):
-        row = torch.tensor([list(ids)], device=how.device)
+def _read(model: Any, ids: Sequence[int], inference: Inference) -> Any:
+    with inference.precision():
+        row = torch.tensor([list(ids)], device=inference.device)
         return kept_cache(model(input_ids=row, use_cache=True, logits_to_keep=1))
 
 
 def _together(
-    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, how: How
+    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: Inference
 ) -> list[list[NDArray[np.float64]]]:
     """Items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
-    owns, each = [_own(item) for item in items], len(items[0])
-    ids, mask = padded([item[0].ids[size:own] for item, own in zip(items, owns, strict=True)], how.pad_id, left=True)
+    owns = [_own(item) for item in items]
+    heads = [item[0].ids[size:own] for item, own in zip(items, owns, strict=True)]
     tails = [one.ids[own:] for item, own in zip(items, owns, strict=True) for one in item]
-    answers, real = padded(tails, how.pad_id, left=False)
-    positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
-    ids, mask, answers, real, positions = (t.to(how.device) for t in (ids, mask, answers, real, positions))
-    mask = torch.cat([mask.new_ones(len(items), size), mask], dim=1)
-    kept = {}
-    if cache is not None:
-        cache = copy.deepcopy(cache)
-        cache.batch_repeat_interleave(len(items))
-        kept = given_cache(cache)
-    with forward_precision(how.device, how.autocast_dtype):
-        asked = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
-        )
-        logits = asked.logits.repeat_interleave(each, dim=0)
-        if answers.shape[1] > 1:
-            after = kept_cache(asked)
-            after.batch_repeat_interleave(each)
-            start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
-            said = model(
-                input_ids=answers[:, :-1],
-                attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
-                position_ids=start + torch.arange(answers.shape[1] - 1, device=start.device),
-                use_cache=True,
-                **given_cache(after),
-            )
-            logits = torch.cat([logits, said.logits], dim=1)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)
+    nats, _ = answer_nats(model, heads, tails, inference, size=size, cache=cache)
     rows = iter((-nats.double()).cpu().numpy())
     return [
         [next(rows)[one.start - own : len(one.ids) - own] for one in item]
@@ -183,18 +151,65 @@ def _together(
     ]
 
 
-def _apart(model: Any, items: Sequence[Sequence[Candidate]], how: How) -> list[list[NDArray[np.float64]]]:
+@torch.no_grad()
+def answer_nats(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    inference: Inference,
+    *,
+    size: int = 0,
+    cache: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """−log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C), and
+    which of them are real.
+
+    Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts.
+    """
+    each = len(answers) // len(prompts)
+    ids, mask = padded(prompts, inference.pad_id, left=True)
+    written, real = padded(answers, inference.pad_id, left=False)
+    positions = size + (mask.cumsum(-1) - 1).clamp_min(0)
+    ids, mask, written, real, positions = (t.to(inference.device) for t in (ids, mask, written, real, positions))
+    mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
+    kept = {}
+    if cache is not None:
+        cache = copy.deepcopy(cache)
+        cache.batch_repeat_interleave(len(prompts))
+        kept = given_cache(cache)
+    with inference.precision():
+        asked = model(
+            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1, **kept
+        )
+        logits = asked.logits.repeat_interleave(each, dim=0)
+        if written.shape[1] > 1:
+            after = kept_cache(asked)
+            after.batch_repeat_interleave(each)
+            start = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
+            said = model(
+                input_ids=written[:, :-1],
+                attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
+                position_ids=start + torch.arange(written.shape[1] - 1, device=start.device),
+                use_cache=True,
+                **given_cache(after),
+            )
+            logits = torch.cat([logits, said.logits], dim=1)
+    nats = F.cross_entropy(logits.float().flatten(0, 1), written.flatten(), reduction="none").view(written.shape)
+    return nats, real
+
+
+def _apart(model: Any, items: Sequence[Sequence[Candidate]], inference: Inference) -> list[list[NDArray[np.float64]]]:
     """Every candidate as a row of its own, the longest first."""
     flat = [one for item in items for one in item]
     order = sorted(range(len(flat)), key=lambda i: -len(flat[i].ids))
     found: dict[int, NDArray[np.float64]] = {}
     vocabulary, start = int(model.config.get_text_config().vocab_size), 0
     while start < len(order):
-        rows = max(1, min(how.batch_size, _LOGITS // (len(flat[order[start]].ids) * vocabulary)))
+        rows = max(1, min(inference.batch_size, _LOGITS // (len(flat[order[start]].ids) * vocabulary)))
         batch = order[start : start + rows]
-        ids, mask = padded([flat[i].ids for i in batch], how.pad_id, left=False)
-        ids, mask = ids.to(how.device), mask.to(how.device)
-        with forward_precision(how.device, how.autocast_dtype):
+        ids, mask = padded([flat[i].ids for i in batch], inference.pad_id, left=False)
+        ids, mask = ids.to(inference.device), mask.to(inference.device)
+        with inference.precision():
             logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
         nats = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
         each = (-nats.double()).view(len(batch), -1).cpu().numpy()
@@ -205,7 +220,7 @@ def _apart(model: Any, items: Sequence[Sequence[Candidate]], how: How) -> list[l
     return [[found[next(rows_)] for _ in item] for item in items]
 
 
-def _can_share(model: Any, items: Sequence[Sequence[Candidate]], how: How) -> bool:
+def _can_share(model: Any, items: Sequence[Sequence[Candidate]], inference: Inference) -> bool:
     """Whether both ways agree on the shortest and the longest item of a group together, so that padding is in play."""
     if getattr(model, "soft_tokens", 0):
         return False
@@ -213,12 +228,12 @@ def _can_share(model: Any, items: Sequence[Sequence[Candidate]], how: How) -> bo
     if any(_own(items[i]) < 1 for i in range(len(items))):
         return False
     probe = [items[i] for i in dict.fromkeys((group[0], group[len(group) // 2], group[-1]))]
-    alone = _apart(model, probe, how)
+    alone = _apart(model, probe, inference)
     try:
-        both = score(model, probe, how, shared=True)
+        both = score(model, probe, inference, shared=True)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
-    exact = how.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
+    exact = inference.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
     tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-3} if exact else {"rtol": 2e-2, "atol": 5e-2}
     return all(
         np.allclose(a.sum(), b.sum(), **tolerance)

@@ -106,11 +106,6 @@ def judge_classes(
     """
     pairs = Pairs.of(true, predicted)
     statistics = {name: partial(function, pairs) for name, function in functions("classes").items()}
-    if figures is not None:
-        figures |= {
-            name: Figure.of_kinds(pairs.kinds, of, num_kinds=len(pairs.true), share=name in ROW_SHARES)
-            for name, of in statistics.items()
-        }
     return frequency_intervals(
         pairs.kinds,
         statistics,
@@ -119,4 +114,5 @@ def judge_classes(
         resamples=resamples,
         confidence=confidence,
         seed=seed,
+        figures=figures,
     )

@@ -1,25 +1,34 @@
-"""Continue prompts: greedily, by beams, or by draws that depend on nothing but a seed and the prompt's place.
+"""What a model writes after prompts: greedily, by beams, or by draws of a seed and the prompt's place.
 
 transformers draws from the global generator, for a whole batch at once. Here the processed logits get Gumbel noise and
 the largest is taken, which is a draw from their softmax (Gumbel 1954; Maddison et al. 2014, arXiv 1411.0030). The noise
 of prompt i comes from (seed, i) alone, so neither the batch size nor the neighbours change what is drawn.
+
+Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's on the right. Behind soft
+tokens nothing is padded: it would lie between them and the prompt, and PEFT counts it as positions. The cache is used.
+How the next token is chosen is the caller's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..compute.numerics import evaluating
 from ..config import check_bounds
+from ..data.inference import Inference
 from ..errors import UserError
+from ..models.anatomy import before_text
 from ..seeds import torch_generator
-from .writing import lacking_room, written
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +72,11 @@ def continue_prompts(
     model: Any,
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
+    inference: Inference,
     *,
     end: int | Sequence[int] | None,
-    pad_id: int,
     decoder_start: int | None = None,
     numbers: Sequence[int] | None = None,
-    batch_size: int = 16,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Answer]]:
     """Pairs of a prompt's place and its answer, longest prompts first.
@@ -81,7 +87,7 @@ def continue_prompts(
         end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
         numbers: which of the seed's draws each prompt has; None: those of its place.
         decoder_start: for encoder-decoders, the token that the decoder begins with.
-        on_token: as of `finetune.evaluate.writing.written`.
+        on_token: as of `finetune.evaluate.generation.written`.
 
     Raises:
         UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
@@ -95,16 +101,14 @@ def continue_prompts(
         num_beams=decoding.num_beams,
         use_cache=True,
         max_new_tokens=decoding.max_new_tokens,
-        pad_token_id=pad_id,
+        pad_token_id=inference.pad_id,
         eos_token_id=ends or None,
         decoder_start_token_id=decoder_start,
     )
-    how: dict[str, Any] = {"batch_size": batch_size, "device": device, "autocast_dtype": autocast_dtype}
-    how["on_token"] = on_token
     with evaluating(model), _without_own_settings(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
         drawing = lambda places: _drawing(decoding, [own[place] for place in places])  # noqa: E731
-        for places, said in written(model, prompts, config, processors=drawing, **how):
+        for places, said in written(model, prompts, config, inference, processors=drawing, on_token=on_token):
             for place, tokens in zip(places, said.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
                 yield place, Answer(tokens[:stop], stop is not None)
@@ -164,3 +168,103 @@ def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
                 f"prompt {place + 1}: {len(prompt)} tokens and --max-new-tokens {max_new_tokens} do not fit {room}; "
                 "shorten the prompt or lower --max-new-tokens"
             )
+
+
+# ---------------------------------------------------------------------------------------------------- a batch at a time
+
+
+@torch.no_grad()
+def written(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    inference: Inference,
+    *,
+    processors: Callable[[Sequence[int]], list[Any]] | None = None,
+    on_token: Callable[[int], None] | None = None,
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Runs of prompts, the longest first: their places, and the tokens (B, T) written after each, padded at the end.
+
+    Every process of `inference.share` goes through the same batches; only its own prompts come.
+
+    Arguments:
+        config: transformers' own, with the pad token; a `decoder_start_token_id` says that an encoder reads prompts.
+        processors: of the prompts at these places, what changes their logits; a pipeline's stand-in takes none.
+        on_token: told each token of a single prompt as soon as it is chosen (one beam).
+    """
+    from transformers import LogitsProcessorList
+
+    apart = config.decoder_start_token_id is not None
+    more: dict[str, Any] = {"synced_gpus": True} if inference.share.lockstep else {}
+    if on_token is not None:
+        assert len(prompts) == 1 and config.num_beams in (None, 1)
+        more["streamer"] = _Streamer(on_token)
+    for batch in _batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
+        places, counts = inference.share.mine(batch)
+        ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
+        if processors is not None:
+            more["logits_processor"] = LogitsProcessorList(processors(places))
+        with inference.precision():
+            out = model.generate(
+                input_ids=ids.to(inference.device),
+                attention_mask=mask.to(inference.device),
+                generation_config=config,
+                **more,
+            )
+        if counts:
+            yield places, out[:, 1 if apart else ids.shape[1] :]
+
+
+class _Streamer:
+    """transformers' interface: the prompt first, then token by token."""
+
+    def __init__(self, told: Callable[[int], None]) -> None:
+        self.told, self.begun = told, False
+
+    def put(self, value: Tensor) -> None:
+        if self.begun:
+            self.told(int(value.flatten()[-1]))
+        self.begun = True
+
+    def end(self) -> None:
+        pass
+
+
+def lacking_room(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:
+    """The room that a prompt and its answer do not fit, as in `the backbone's 96 positions`; None where they do.
+
+    apart: encoder and decoder count their own positions.
+    """
+    limit = getattr(model.config, "max_position_embeddings", None)
+    soft = getattr(model, "soft_tokens", 0)  # they stand before every prompt, and features before them
+    needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
+    if limit is None or needed + soft <= limit:
+        return None
+    return f"the backbone's {limit} positions{f' beside {before_text(model)}' if soft else ''}"
+
+
+def _batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:
+    """Places of at most `size` prompts, the longest first; alike: only of prompts of one length."""
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    runs = itertools.groupby(order, key=lambda i: len(prompts[i]) if alike else 0)
+    for _, run in runs:
+        yield from batched(list(run), size)
+
+
+def batched(items: list[int], size: int) -> Iterator[list[int]]:
+    """Lists of at most `size` items, in order."""
+    iterator = iter(items)
+    while batch := list(itertools.islice(iterator, size)):
+        yield batch
+
+
+def padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids (B, T) of rows of any length, padded on one side, and their mask (1: real), both int64."""
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad_id)
+    mask = torch.zeros_like(ids)
+    for r, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(0, len(row))
+        ids[r, place] = torch.tensor(row)
+        mask[r, place] = 1
+    return ids, mask

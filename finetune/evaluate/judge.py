@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..compute.numerics import evaluating, forward_precision
+from ..compute.numerics import evaluating
 from ..config import Evaluate
-from ..data.batches import iterate_eval
 from ..data.example import IGNORE, Example
-from ..data.share import ALONE, Share
+from ..data.inference import Inference
 from ..errors import UserError
 from .answers import generate_answers
 from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
@@ -33,36 +32,28 @@ def evaluate(
     *,
     task: Task,
     config: Evaluate,
+    inference: Inference | None = None,
     label_names: Sequence[str] | None = None,
     seed: int = 0,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
     figures: dict[str, Figure] | None = None,
     said: dict[str, Any] | None = None,
 ) -> dict[str, Interval]:
     """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
 
     Returns what the task's `judge` names, each as `{value, low, high, n}` with n the number of examples. A figure that
-    is not finite is null. On a mesh every rank calls this and gets the same figures; `share` says which rows are its
-    own. `figures` receives each as what can be asked of groups of the examples and beside another model's; `said` what
-    the model says of each example (`Judge.said`).
+    is not finite is null. On a mesh every rank calls this and gets the same figures; `inference` says which rows are
+    its own, and without it this is one process on a CPU. `figures` receives each as what can be asked of groups of the
+    examples and beside another model's; `said` what the model says of each example (`Judge.said`).
 
     Raises:
         UserError: no examples, or answers that do not fit the backbone.
     """
     if not examples:
         raise UserError("there is nothing to evaluate: the split has no examples")
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     draw = {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
-    how = {
-        "batch_size": config.batch_size,
-        "device": device,
-        "autocast_dtype": autocast_dtype,
-        "share": share,
-    }
+    inference = inference or Inference.of(tokenizer, batch_size=config.batch_size)
     with evaluating(model):
-        judge = Judge(model, tokenizer, task, pad_id, how, draw, label_names, {} if figures is None else figures)
+        judge = Judge(model, tokenizer, task, inference, draw, label_names, {} if figures is None else figures)
         judge = replace(judge, said={} if said is None else said)
         return task.judge(judge, examples)
 
@@ -74,9 +65,7 @@ class Judge:
     model: Any
     tokenizer: Any
     task: Task
-    pad_id: int
-    how: dict[str, Any]
-    """Of forward passes: `batch_size, device, autocast_dtype, share`."""
+    inference: Inference
     draw: dict[str, Any]
     """Of intervals: `resamples, confidence, seed`."""
     label_names: Sequence[str] | None = None
@@ -91,15 +80,15 @@ class Judge:
 
     def nats(self, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
         """As `document_nats`."""
-        return document_nats(self.model, examples, task=self.task, pad_id=self.pad_id, **self.how)
+        return document_nats(self.model, examples, self.inference, task=self.task)
 
     def head(self, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
         """As `head_scores`."""
-        return head_scores(self.model, examples, task=self.task, pad_id=self.pad_id, **self.how)
+        return head_scores(self.model, examples, self.inference, task=self.task)
 
     def ranks(self, examples: Sequence[Example]) -> np.ndarray:
         """As `rank_choices`."""
-        return rank_choices(self.model, examples, task=self.task, pad_id=self.pad_id, **self.how)
+        return rank_choices(self.model, examples, self.inference, task=self.task)
 
     def names(self, classes: int) -> Sequence[str]:
         """The classes in head order; by number where nobody named them."""
@@ -188,9 +177,9 @@ class Judge:
             self.model,
             self.tokenizer,
             asked,
+            self.inference,
             max_new_tokens=self.task.max_new_tokens,
             num_beams=num_beams,
-            **self.how,
         )
         pairs = [(said, example.answer or "") for said, example in zip(answers, asked, strict=True)]
         for column, texts in (("reference", [ref for _, ref in pairs]), ("answer", [said for said, _ in pairs])):
@@ -210,27 +199,16 @@ class Judge:
 def head_scores(
     model: torch.nn.Module,
     examples: Sequence[Example],
+    inference: Inference,
     *,
     task: Task,
-    batch_size: int,
-    pad_id: int,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The task's `example_losses` (N,) float64 and the head's outputs (N, C) float64 of the examples, in
     order."""
     losses, outputs = np.zeros(len(examples)), np.zeros((len(examples), 0))
-    for micro in iterate_eval(
-        examples,
-        task=task,
-        batch_size=batch_size,
-        pad_id=pad_id,
-        share=share.part,
-        multiple=share.multiple,
-    ):
-        batch = micro.to(device)
-        with forward_precision(device, autocast_dtype):
+    for micro in inference.batches(examples, task):
+        batch = micro.to(inference.device)
+        with inference.precision():
             logits = model(**batch.inputs).logits.float()
         if not outputs.shape[1]:
             outputs = np.zeros((len(examples), logits.shape[1]))
@@ -239,7 +217,7 @@ def head_scores(
         index = [row[0] for row in micro.rows]
         losses[index] = task.example_losses(logits, batch.labels).double().cpu().numpy()
         outputs[index] = logits.double().cpu().numpy()
-    return share.add(losses), share.add(outputs)
+    return inference.share.add(losses), inference.share.add(outputs)
 
 
 def _supervised(example: Example) -> int:

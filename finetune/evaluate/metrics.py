@@ -10,6 +10,7 @@ To add one: a function beside its like, and an entry here. What a function takes
     "toxicity"             the scores of those texts, [0, 1] each → float
     "classes"              (finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
     "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
+    "reference"            log p − log p of the backbone of each example's answers, (n, 1 or 2) → (values, counts)
     "sets"                 (finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
     "numbers"              (true, predicted, mean of the training rows), (R, n) each → (R,)
 """
@@ -114,6 +115,10 @@ _ALL = (
         name="rejected_reward", title="rejected reward", unit="implicit reward", lower=True, bounds=_ANY,
         tile=14,
         by={"preferences": "preference:rejected"},
+    ),
+    Metric(
+        name="reference_distance", title="distance from the backbone", lower=True, bounds=_POSITIVE,
+        unit="nats an answer, |log p − log p of the backbone|", by={"reference": "preference:distance"},
     ),
     Metric(
         name="f1_micro", title="micro F1", unit="F1 over all classes together", bounds=_SHARE, shown_as_share=True,

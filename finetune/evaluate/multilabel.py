@@ -70,12 +70,6 @@ def judge_sets(
     """
     sets = Sets(true, logits)
     statistics = {name: partial(function, sets) for name, function in functions("sets").items()}
-    if figures is not None:
-        each = np.arange(len(true))
-        figures |= {
-            name: Figure.of_kinds(each, of, num_kinds=len(true), share=name in ROW_SHARES)
-            for name, of in statistics.items()
-        }
     return frequency_intervals(
         np.arange(len(true)),
         statistics,
@@ -84,6 +78,7 @@ def judge_sets(
         resamples=resamples,
         confidence=confidence,
         seed=seed,
+        figures=figures,
     )
 
 

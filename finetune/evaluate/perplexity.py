@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..compute.blocked_attention import blocked
+from ..compute.attention import blocked
 from ..compute.capabilities import capabilities
-from ..compute.loss import Head, aligned, find_head
-from ..compute.numerics import forward_precision
+from ..compute.loss import Head, aligned, find_head, head_probe
 from ..compute.slices import slice_rows
-from ..data.batches import MicroBatch, iterate_eval
 from ..data.encoding import IGNORE, Example
-from ..data.share import ALONE, Share
+from ..data.inference import ALONE, Inference
+from ..data.micro_batch import MicroBatch
 from ..models.anatomy import vocabulary_size
 
 if TYPE_CHECKING:
@@ -59,13 +58,9 @@ def token_nats(
 def document_nats(
     model: torch.nn.Module,
     examples: Sequence[Example],
+    inference: Inference,
     *,
-    batch_size: int,
-    pad_id: int,
     task: Task,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
     masked: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Summed −log p of the supervised tokens of each example, and their number.
@@ -82,25 +77,17 @@ def document_nats(
     """
     nats, tokens = np.zeros(len(examples)), np.zeros(len(examples), dtype=np.int64)
     vocabulary = vocabulary_size(model)
+    device, dtype, share = inference.device, inference.autocast_dtype, inference.share
     most = min(LOGITS // vocabulary, capabilities(torch.device(device)).judged_tokens or LOGITS)
     head: Head | None = None
     first = share == ALONE
-    batches = iterate_eval(
-        examples,
-        task=task,
-        batch_size=batch_size,
-        pad_id=pad_id,
-        max_tokens=most,
-        share=share.part,
-        multiple=share.multiple,
-    )
-    for micro in batches:
+    for micro in inference.batches(examples, task, max_tokens=most):
         batch = micro.to(device)
         if not masked:
             batch = replace(batch, inputs={k: v for k, v in batch.inputs.items() if k != "attention_mask"})
-        with forward_precision(device, autocast_dtype), blocked(model, device, autocast_dtype):
+        with inference.precision(), blocked(model, device, dtype):
             if first:
-                head, first = find_head(model, batch.inputs, task=task), False
+                head, first = find_head(model, head_probe(batch.inputs), task=task), False
             if head is None:
                 logits = model(**batch.inputs, **_no_cache(task)).logits
                 each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
@@ -117,16 +104,10 @@ def document_nats(
 
 def _by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) -> tuple[Tensor, Tensor]:
     """`token_nats` without ever holding all logits."""
-    found: list[tuple[Tensor, Tensor]] = []
-
-    def watch(hidden: Tensor) -> Tensor:
-        found.append(token_nats(hidden, batch.labels, task, linear=head.linear))
-        return hidden.new_zeros(1, 1, 1)
-
-    with head.computing(watch):
-        model(**batch.inputs, **_no_cache(task))
-    (only,) = found
-    return only
+    return head.taken(
+        lambda hidden: token_nats(hidden, batch.labels, task, linear=head.linear),
+        lambda: model(**batch.inputs, **_no_cache(task)),
+    )
 
 
 def _no_cache(task: Task) -> dict[str, bool]:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head
-from ..compute.numerics import evaluating, forward_precision
-from ..data.batches import Sides, iterate_eval
+from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head, head_probe
+from ..compute.numerics import evaluating
 from ..data.example import Example
-from ..data.share import ALONE, Share
+from ..data.inference import ALONE, Inference
+from ..data.micro_batch import Sides
 from ..models.anatomy import vocabulary_size
 from .bootstrap import Interval
 from .metrics import functions
@@ -23,6 +22,10 @@ from .perplexity import LOGITS
 if TYPE_CHECKING:
     from ..tasks import Task
     from .judge import Judge
+
+
+Ratio = tuple[np.ndarray, np.ndarray]
+"""What a metric makes of N examples: values and counts, (N,) each."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +40,29 @@ class Scores:
     """(N, S): 1 of an answer that is chosen or desirable, else −1."""
     items: int
     """Pairs of an example, or answers: 1 or 2."""
+    log_ratios: np.ndarray | None
+    """(N, S): log p − log p of the backbone, nats an answer; None of a loss that compares with nothing."""
 
     @property
     def paired(self) -> bool:
         """Whether examples have two answers."""
         return self.rewards.shape[1] == 2
 
+    def ratios(self) -> dict[str, Ratio]:
+        """Σ values and Σ counts of every metric that these examples have, by name."""
+        found = {name: of(self.rewards, self.signs) for name, of in functions("preferences").items()}
+        if self.log_ratios is not None:
+            found |= {name: of(self.log_ratios) for name, of in functions("reference").items()}
+        return {name: (values, counts) for name, (values, counts) in found.items() if np.any(counts)}
+
 
 @torch.no_grad()
 def score_answers(
     model: Any,
     examples: Sequence[Example],
+    inference: Inference,
     *,
     task: Task,
-    batch_size: int,
-    pad_id: int,
-    precision: Callable[[], AbstractContextManager[Any]],
-    device: torch.device | str = "cpu",
-    share: Share = ALONE,
     head: Head | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> Scores:
@@ -66,16 +74,12 @@ def score_answers(
     count = 1 + (examples[0].rejected_ids is not None)
     found = np.zeros((5, len(examples), count))  # log p, that of the backbone, tokens, signs, mismatched log-ratio
     whole = None if head is not None else LOGITS // (count * vocabulary_size(model))
-    batches = iterate_eval(
-        examples, task=task, batch_size=batch_size, pad_id=pad_id, max_tokens=whole, share=share.part,
-        multiple=share.multiple,
-    )  # fmt: skip
     with evaluating(model):
-        for micro in batches:
-            batch = micro.to(device)
+        for micro in inference.batches(examples, task, max_tokens=whole):
+            batch = micro.to(inference.device)
             sides = batch.sides
             assert sides is not None
-            with precision():
+            with inference.precision():
                 columns = [answer_log_probs(model, batch, task=task, head=head)]
                 with backbone_alone(model):
                     columns.append(
@@ -93,7 +97,7 @@ def score_answers(
                 for place, column in enumerate(columns):
                     found[place, index] = column.cpu().double().numpy().reshape(-1, count)
             beat()
-    log_probs, reference, lengths, signs, apart = torch.from_numpy(share.add(found)).flatten(1)
+    log_probs, reference, lengths, signs, apart = torch.from_numpy(inference.share.add(found)).flatten(1)
     sides = Sides(
         signs,
         lengths,
@@ -103,49 +107,41 @@ def score_answers(
     )
     losses = task.answer_losses(log_probs, sides).view(len(examples), -1)
     rewards = task.rewards(log_probs, sides).view(-1, count)
-    return Scores(rewards.numpy(), losses.sum(1).numpy(), signs.view(-1, count).numpy(), losses.shape[1])
+    return Scores(
+        rewards.numpy(),
+        losses.sum(1).numpy(),
+        signs.view(-1, count).numpy(),
+        losses.shape[1],
+        (log_probs - reference).view(-1, count).numpy() if task.has_reference else None,
+    )
 
 
 def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
     """`score_answers` of the model under judgement."""
-    how = dict(judge.how)
-    device, dtype, share = how["device"], how.pop("autocast_dtype"), how["share"]
-    head = None
-    if share == ALONE:
-        first = next(iterate_eval(examples[:1], task=judge.task, batch_size=1, pad_id=judge.pad_id))
-        with forward_precision(device, dtype):
-            head = find_head(judge.model, first.to(device).inputs, task=judge.task)
-    precision = lambda: forward_precision(device, dtype)  # noqa: E731
-    return score_answers(
-        judge.model, examples, task=judge.task, pad_id=judge.pad_id, precision=precision, head=head, **how
-    )
+    inference, head = judge.inference, None
+    if inference.share == ALONE:
+        first = next(inference.batches(examples[:1], judge.task))
+        with inference.precision():
+            head = find_head(judge.model, head_probe(first.to(inference.device).inputs), task=judge.task)
+    return score_answers(judge.model, examples, inference, task=judge.task, head=head)
 
 
 def judge_answers(judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
     """`loss`, and of pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; of single answers the
-    mean rewards of those that are desirable (chosen) and of the others (rejected)."""
+    mean rewards of those that are desirable (chosen) and of the others (rejected). Of a loss with a reference also
+    `reference_distance`."""
     scores = answer_scores(judge, examples)
     figures = {"loss": judge.ratio("loss", scores.losses, np.full(len(examples), scores.items))}
-    for name, function in functions("preferences").items():
-        values, counts = function(scores.rewards, scores.signs)
-        if np.any(counts):
-            figures[name] = judge.ratio(name, values, counts)
-    return figures
+    return figures | {name: judge.ratio(name, *ratio) for name, ratio in scores.ratios().items()}
 
 
 def quick_figures(scores: Scores) -> dict[str, float]:
     """The same figures without intervals."""
-    found = {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items))}
-    for name, function in functions("preferences").items():
-        values, counts = function(scores.rewards, scores.signs)
-        if np.any(counts):
-            found[name] = float(values.sum() / counts.sum())
-    return found
+    figures = {name: float(values.sum() / counts.sum()) for name, (values, counts) in scores.ratios().items()}
+    return {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items)), **figures}
 
 
-# ------------------------------------------------------------------ rewards and signs (N, S) to Σ values / Σ counts
-
-Ratio = tuple[np.ndarray, np.ndarray]
+# --------------------------------------------------- rewards and signs, or log-ratios (N, S) to Σ values / Σ counts
 
 
 def accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
@@ -167,6 +163,11 @@ def chosen(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
 def rejected(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
     """Reward of answers that are rejected or undesirable."""
     return (rewards * (signs < 0)).sum(1), (signs < 0).sum(1).astype(float)
+
+
+def distance(log_ratios: np.ndarray) -> Ratio:
+    """Nats by which an answer's log-likelihood is away from the backbone's, up or down."""
+    return np.abs(log_ratios).sum(1), np.full(len(log_ratios), float(log_ratios.shape[1]))
 
 
 def _margins(rewards: np.ndarray) -> np.ndarray:

@@ -11,20 +11,18 @@ not agree (or has no such cache) gets every (prompt, choice) pair as a row of it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from ..compute.numerics import forward_precision
 from ..data.example import IGNORE, Example
-from ..data.share import ALONE, Share
-from ..models.key_value_cache import given_cache, kept_cache
+from ..data.inference import ALONE, Inference
 from .answers import prompt_of
+from .candidates import answer_nats
+from .generation import batched
 from .perplexity import document_nats
-from .writing import batched, padded
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -33,69 +31,50 @@ _VECTORS = 1 << 26
 """Bytes of vectors (`adapter.projector`) that rows hold at once: 64 MiB."""
 
 
-@dataclass(frozen=True)
-class _How:
-    batch_size: int
-    pad_id: int
-    device: torch.device | str
-    autocast_dtype: torch.dtype | None
-    share: Share
-    task: Task
-
-
-def rank_choices(
-    model: Any,
-    examples: Sequence[Example],
-    *,
-    task: Task,
-    batch_size: int,
-    pad_id: int,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
-    share: Share = ALONE,
-) -> np.ndarray:
+def rank_choices(model: Any, examples: Sequence[Example], inference: Inference, *, task: Task) -> np.ndarray:
     """Log-likelihood in nats of every choice of every example, (N, K) float64.
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). Each example has K `choices`.
     """
-    how = _How(batch_size, pad_id, device, autocast_dtype, share, task)
-    if not _can_share(model, examples, how):
-        return _separately(model, examples, how)
+    if not _can_share(model, examples, inference, task):
+        return _separately(model, examples, inference, task)
     scores = np.zeros((len(examples), len(examples[0].choices or ())))
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].input_ids))
-    for batch in batched(order, batch_size):
-        index, counts = share.mine(batch)
-        found = _shared(model, [examples[i] for i in index], how)
+    for batch in batched(order, inference.batch_size):
+        index, counts = inference.share.mine(batch)
+        found = _shared(model, [examples[i] for i in index], inference)
         if counts:
             scores[index] = found
-    return share.add(scores)
+    return inference.share.add(scores)
 
 
-def _can_share(model: Any, examples: Sequence[Example], how: _How) -> bool:
+def _can_share(model: Any, examples: Sequence[Example], inference: Inference, task: Task) -> bool:
     """Whether both ways agree on the shortest and the longest item together (so that padding is in play)."""
     if any(not prompt_of(example) or example.features is not None for example in examples):
         return False  # no prompt to share, or one that begins with vectors
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
-    apart = _separately(model, probe, replace(how, share=replace(how.share, index=0, width=1, add=ALONE.add)))
+    alone = replace(inference.share, index=0, width=1, add=ALONE.add)
+    apart = _separately(model, probe, replace(inference, share=alone), task)
     try:
-        shared = _shared(model, probe, how)
+        shared = _shared(model, probe, inference)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
         return False
-    exact = how.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
+    exact = inference.autocast_dtype is None and next(model.parameters()).dtype == torch.float32
     return bool(np.allclose(shared, apart, rtol=1e-4 if exact else 2e-2, atol=1e-3 if exact else 5e-2))
 
 
-def _separately(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
+def _separately(model: Any, examples: Sequence[Example], inference: Inference, task: Task) -> np.ndarray:
     """Every (prompt, choice) pair as a row of its own; where each has a copy of vectors, some examples at a time."""
     size, first = len(examples), examples[0]
     if first.features is not None:
         each = sum(len(vector) * vector.itemsize for vector in first.features)
         size = max(1, _VECTORS // (each * len(first.choices or ())))
-    return np.concatenate([_apart(model, examples[i : i + size], how) for i in range(0, len(examples), size)])
+    parts = range(0, len(examples), size)
+    return np.concatenate([_apart(model, examples[i : i + size], inference, task) for i in parts])
 
 
-def _apart(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
+def _apart(model: Any, examples: Sequence[Example], inference: Inference, task: Task) -> np.ndarray:
     rows = []
     for example in examples:
         prompt = prompt_of(example)
@@ -104,45 +83,12 @@ def _apart(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
             rest = list(choice) if prompt else list(choice[1:])
             labels = [IGNORE] * len(context) + rest
             rows.append(Example([*context, *rest], labels, example.id, example.where, features=example.features))
-    nats, _ = document_nats(
-        model,
-        rows,
-        task=how.task,
-        batch_size=how.batch_size,
-        pad_id=how.pad_id,
-        device=how.device,
-        autocast_dtype=how.autocast_dtype,
-        share=how.share,
-    )
+    nats, _ = document_nats(model, rows, inference, task=task)
     return -nats.reshape(len(examples), -1)
 
 
-@torch.no_grad()
-def _shared(model: Any, examples: Sequence[Example], how: _How) -> np.ndarray:
-    """B items with K choices of at most C tokens: prompts padded on the left (B, P), choices on the right (B·K, C)."""
-    prompts = [prompt_of(example) for example in examples]
+def _shared(model: Any, examples: Sequence[Example], inference: Inference) -> np.ndarray:
+    """B items with K choices each, (B, K)."""
     choices = [choice for example in examples for choice in example.choices or ()]
-    each = len(choices) // len(examples)
-    ids, mask = padded(prompts, how.pad_id, left=True)
-    answers, real = padded(choices, how.pad_id, left=False)
-    positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    ids, mask, answers, real, positions = (t.to(how.device) for t in (ids, mask, answers, real, positions))
-    with forward_precision(how.device, how.autocast_dtype):
-        asked = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1
-        )  # logits (B, 1, V)
-        logits = asked.logits.repeat_interleave(each, dim=0)
-        if answers.shape[1] > 1:
-            cache = kept_cache(asked)
-            cache.batch_repeat_interleave(each)
-            after = (positions[:, -1:] + 1).repeat_interleave(each, dim=0)
-            said = model(
-                input_ids=answers[:, :-1],
-                attention_mask=torch.cat([mask.repeat_interleave(each, dim=0), real[:, :-1]], dim=1),
-                position_ids=after + torch.arange(answers.shape[1] - 1, device=after.device),
-                use_cache=True,
-                **given_cache(cache),
-            )
-            logits = torch.cat([logits, said.logits], dim=1)  # (B·K, C, V)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), answers.flatten(), reduction="none").view(answers.shape)
-    return -(nats.double() * real).sum(-1).view(len(examples), each).cpu().numpy()
+    nats, real = answer_nats(model, [prompt_of(example) for example in examples], choices, inference)
+    return -(nats.double() * real).sum(-1).view(len(examples), -1).cpu().numpy()

@@ -23,6 +23,7 @@ import regex
 from numpy.typing import NDArray
 
 from ..data.example import IGNORE, Example
+from ..data.inference import Inference
 from ..errors import UserError
 from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
 from .metrics import functions
@@ -133,14 +134,12 @@ def score_texts(
     model: Any,
     tokenizer: Any,
     texts: Sequence[str],
+    inference: Inference,
     *,
     task: Task,
     window: int,
     overlap: int,
-    batch_size: int,
-    pad_id: int,
     where: Sequence[str] | None = None,
-    **how: Any,
 ) -> Counts:
     """Score every token of every text once.
 
@@ -148,7 +147,6 @@ def score_texts(
         window: tokens that the model reads at once.
         overlap: of them, how many of every window but a document's first are context that was scored before.
         where: place of each text, for messages.
-        how: `device, autocast_dtype, share`, as `document_nats` takes them.
     Raises:
         UserError: an overlap that leaves nothing to score, or a text without a token.
     """
@@ -167,15 +165,7 @@ def score_texts(
             for piece, labels in windows([*begin, *ids], window, overlap):
                 pieces.append(Example(piece, labels, str(place), ""))
                 of.append(place)
-    nats, tokens = document_nats(
-        model,
-        pieces,
-        task=task,
-        batch_size=batch_size,
-        pad_id=pad_id,
-        masked=bool(getattr(model, "soft_tokens", 0)),
-        **how,
-    )
+    nats, tokens = document_nats(model, pieces, inference, task=task, masked=bool(getattr(model, "soft_tokens", 0)))
     n = len(texts)
     return Counts(
         nats=np.bincount(of, weights=nats, minlength=n).astype(np.float64),

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..compute.capabilities import kept_draws
-from ..compute.precision import loading_dtype
+from ..compute.precision import loading_dtype, widen_on_use
 from ..compute.presence import read_straight_to
-from ..compute.widened import widen_on_use
 from ..config import Precision, Quantization
 from ..errors import UserError, first_line
-from .backbone import Backbone, open_backbone, quiet_transformers
+from .backbone import Backbone, auto_class, open_backbone, quiet_transformers, refusal
 from .meta import build_skeleton, check_dropout, configured, finish
 from .quantize import check_available, import_library, loading_options, settle
-from .task_support import auto_class, refusal
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +42,7 @@ def load_backbone(
         label_names: class names in head order, kept in the config.
         precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
             adapter attached later is float32 in either case.
-        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.compute.widened`).
+        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.compute.precision`).
         quantization: keep its linear layers in 4 or 8 bits (`finetune.models.quantize`).
         dropout: its own dropout rates while it trains; None for those of config.json.
 

@@ -19,8 +19,7 @@ from ..compute.matmul_rate import DTYPES
 from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
-from .backbone import Backbone, open_backbone, quiet_transformers
-from .task_support import auto_class, check_causal, refusal
+from .backbone import Backbone, auto_class, check_causal, open_backbone, quiet_transformers, refusal
 from .weight_names import Checkpoint
 
 if TYPE_CHECKING:

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..compute.dropout import recomputed
 from ..errors import UserError
-from ..models.anatomy import attention_modules, blocks
-from ..models.key_value_cache import NAMES
+from ..models.anatomy import NAMES, attention_modules, blocks
 
 _NO_CACHE = {"use_cache": False} | dict.fromkeys(NAMES)
 _ENABLED = {

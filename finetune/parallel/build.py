@@ -96,7 +96,7 @@ def build_engine(
 
 
 def refuse_parameters(model: Any) -> None:
-    """Raise UserError where PEFT adapts whole parameters (`finetune.adapters.experts`), which no mesh cuts; where the
+    """Raise UserError where PEFT adapts whole parameters (`finetune.adapters.settings`), which no mesh cuts; where the
     backbone leaves out whole blocks by chance, of which each rank would leave out others; where
     something is dropped of hidden states whose rows come second; or by a generator, of which each rank has its own."""
     for _, key, rate in dropout_rates(model.get_base_model().config):

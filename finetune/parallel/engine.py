@@ -33,8 +33,8 @@ from ..adapters.adapter import (
 from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
-from ..compute.loss import Head, batch_loss, find_head, with_reference
-from ..data.share import Share
+from ..compute.loss import Head, batch_loss, find_head, head_probe, with_reference
+from ..data.inference import Share
 from ..errors import UserError
 from ..models.anatomy import position_limit
 from ..models.weight_names import canonical
@@ -42,7 +42,7 @@ from .layout import Layout, Slice, local, put, whole_all
 from .mesh import DATA, TOKENS, World
 
 if TYPE_CHECKING:
-    from ..data.batches import MicroBatch, Sides
+    from ..data.micro_batch import MicroBatch, Sides
     from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding
@@ -196,10 +196,10 @@ class Engine:
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
         """The head whose loss needs no logits (`finetune.compute.loss.find_head`), agreed by all ranks that share a
         stage."""
-        inputs = without_starts(inputs)
+        probe = head_probe(without_starts(inputs), multiple=self.multiple)
         if self.runner is not None:
-            return self.runner.find_head(inputs, task=task)
-        head = find_head(self.model, inputs, task=task, multiple=self.multiple)
+            return self.runner.find_head(probe, task=task)
+        head = find_head(self.model, probe, task=task)
         if self.world.size > 1:
             verdict = torch.tensor(float(head is not None), device=self.device)
             dist.all_reduce(verdict, dist.ReduceOp.MIN)

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..adapters.patterns import by_pattern
 from ..atomic import read_object
 from ..compute.slices import slice_rows
-from ..config import WIDTHS, Adapter, Mesh, Train
+from ..config import WIDTHS, Adapter, Mesh, Train, by_pattern
 from ..errors import UserError
 from ..figures import gib
 

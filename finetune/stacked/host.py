@@ -19,10 +19,9 @@ from ..models.anatomy import is_conv1d
 from ..models.weight_names import canonical
 from ..parallel.engine import Engine
 from .frozen import Distinct, blocks_below, once_a_row
-from .group import Group, Run
-from .linear import HeadPart, Noise, Part, StackedLinear, StackedLora
+from .limits import NotStackable
+from .linear import Group, HeadPart, Noise, Part, Run, StackedLinear, StackedLora
 from .passes import join, split
-from .refusing import NotStackable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from ..data.batches import MicroBatch
+    from ..data.micro_batch import MicroBatch
     from ..tasks import Task
     from ..train.stage import ForwardBackward
 

@@ -3,7 +3,7 @@
     y = x W0ᵀ + b + s (x Aᵀ) Bᵀ          LoRA: x (cells·tokens, n), A (cells, r, n), B (cells, m, r)
     y = x Wᵀ + b                         a trained head: W (cells, m, n), b (cells, m)
 
-with explicit backward passes that write the gradients of A, B, W and b where they belong (`group.Run`), so autograd
+with explicit backward passes that write the gradients of A, B, W and b where they belong (`Run`), so autograd
 never sees a parameter of a cell. Cells under a noise branch of `regularizers.layers.branch` have its columns beside A
 and B, in the same fused form: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z [U, sB]ᵀ.
 """
@@ -11,14 +11,14 @@ and B, in the same fused form: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z [U, sB]�
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .group import Run
+from ..parallel.engine import Engine
 
 if TYPE_CHECKING:
     from regularizers.layers.branch import NoiseBranch
@@ -173,3 +173,76 @@ class StackedLinear(torch.autograd.Function):
             found.append(torch.bmm(d, run.value(part.weight).to(d.dtype)).flatten(0, 1))
         dx = torch.cat(found).view(*grad.shape[:-1], -1) if ctx.needs_input_grad[1] else None
         return None, dx, None, None
+
+
+class Group:
+    """Values and gradients of cells of one rank: each cell's parameters become slices of the stacked tensors."""
+
+    def __init__(self, engines: Sequence[Engine], number: int = 0) -> None:
+        """number: among the groups of a stack."""
+        self.number = number
+        self.values: dict[str, Tensor] = {}
+        """By plain name, (cells, *shape)."""
+        self.gradients: dict[str, Tensor] = {}
+        for name in engines[0].parameters:
+            stacked = torch.stack([engine.parameters[name].detach() for engine in engines])
+            for place, engine in enumerate(engines):
+                engine.parameters[name].data = stacked[place]
+            self.values[name], self.gradients[name] = stacked, torch.empty_like(stacked)
+        self._own = [{name: g[place] for name, g in self.gradients.items()} for place in range(len(engines))]
+
+    def hand_out(self, place: int, engine: Engine, names: set[str]) -> None:
+        """Make the gradients of one cell those that were written; the others have none, as in a loop alone."""
+        own = self._own[place]
+        for name, parameter in engine.parameters.items():
+            parameter.grad = own[name] if name in names else None
+
+
+@dataclass
+class Run:
+    """Neighbouring cells of a group in one pass, with equally many rows each."""
+
+    group: Group
+    cells: slice
+    """Of the group."""
+    rows: slice
+    """Of the pass."""
+    adds: bool
+    """Whether the gradients of this pass come on top of those of earlier micro-batches."""
+    written: set[str] = field(default_factory=set)
+    """Plain names of the parameters whose gradient this pass has written already."""
+
+    @property
+    def count(self) -> int:
+        """How many cells."""
+        return self.cells.stop - self.cells.start
+
+    def tokens(self, each: int) -> slice:
+        """Its part of a flat batch with `each` tokens a row."""
+        return slice(self.rows.start * each, self.rows.stop * each)
+
+    def value(self, name: str) -> Tensor:
+        """(cells, *shape) of a parameter."""
+        return self.group.values[name][self.cells]
+
+    def put(self, name: str, left: Tensor, right: Tensor, *, scale: float = 1.0) -> None:
+        """Add scale · `left` @ `right`, (cells, p, q), to the gradient of a parameter; the first time it is set."""
+        gradient = self.group.gradients[name][self.cells]
+        adds = self._adds(name)
+        if gradient.dtype == left.dtype:
+            gradient.baddbmm_(left, right, beta=float(adds), alpha=scale)
+            return
+        self._store(gradient, torch.bmm(left, right).to(gradient.dtype).mul_(scale), adds)
+
+    def put_value(self, name: str, value: Tensor) -> None:
+        """Add `value`, (cells, *shape), to the gradient of a parameter; the first time it is set."""
+        adds = self._adds(name)
+        self._store(self.group.gradients[name][self.cells], value, adds)
+
+    def _adds(self, name: str) -> bool:
+        adds = self.adds or name in self.written
+        self.written.add(name)
+        return adds
+
+    def _store(self, gradient: Tensor, value: Tensor, adds: bool) -> None:
+        gradient.add_(value) if adds else gradient.copy_(value)

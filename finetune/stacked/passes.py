@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from ..data.encoding import IGNORE
 
 if TYPE_CHECKING:
-    from ..data.batches import MicroBatch
+    from ..data.micro_batch import MicroBatch
 
 TOKENS = {"cpu": 1024, "cuda": 1 << 16}
 """Tokens of one pass: enough that a product is worth its call, few enough that a CPU's caches hold what it makes."""

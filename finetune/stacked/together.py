@@ -9,6 +9,7 @@ threads) is each stage's own.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import queue
 import threading
@@ -16,14 +17,23 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from ..adapters.adapter import attach_adapter
+from ..config import Adapter, Train
 from ..errors import Interrupted
+from ..parallel.engine import Engine
+from ..parallel.mesh import World
 from ..train.stage import ForwardBackward
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
+    from ..tasks import Task
     from ..train.stage import StageResult, TrainingStage
     from .host import Host
 
@@ -194,3 +204,29 @@ def _resume(
         yield seat, end.value
     except ValueError as error:  # the user's mistakes are of this family, a loss that is no number among them
         yield seat, error
+
+
+# ----------------------------------------------------------------------------------------------------- engines of cells
+
+
+class CellEngine(Engine):
+    """An engine that leaves neither checkpoints nor an adapter: a cell that is stopped begins anew."""
+
+    keeps = False
+
+    def save_adapter(self, directory: Path) -> None:
+        """The trained tensors stay in memory, where the cell is judged."""
+
+
+def cell_engine(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, train: Train) -> CellEngine:
+    """A cell on `backbone` with the adapter that `finetune.parallel.build.build_engine` would draw for it alone."""
+    model = attach_adapter(shared_copy(backbone), adapter, task=task, seed=train.seed)
+    return CellEngine(model, World.alone(backbone.device))
+
+
+def shared_copy(backbone: PreTrainedModel) -> PreTrainedModel:
+    """Another tree of modules over the very same tensors; only what the checkpoint lacked (a new head) is its own."""
+    new = set(getattr(backbone, "new_parameters", ()))
+    shared: dict[int, Tensor] = {id(p): p for name, p in backbone.named_parameters() if name not in new}
+    shared |= {id(buffer): buffer for buffer in backbone.buffers()}
+    return copy.deepcopy(backbone, dict(shared))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from ..bounds import check_bounds
+from ..config import check_bounds
 from ..errors import UserError
 from .objective import Objective, Usage
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from ..bounds import check_bounds
+from ..config import check_bounds
 from .objective import Objective, Usage
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..config import Train
-    from ..data.batches import Sides
     from ..data.encoding import Encoder
     from ..data.example import Example, Question
     from ..data.labels import OutputLayer, Units
     from ..data.masking import Masking
+    from ..data.micro_batch import Sides
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval

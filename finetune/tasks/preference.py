@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from ..bounds import check_bounds
+from ..config import check_bounds
 from ..errors import UserError
 from .chat import Chat
 from .objective import Templated, Usage
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.batches import Sides
     from ..data.example import Example, Question
+    from ..data.micro_batch import Sides
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
     from ..data.template import Template
@@ -177,7 +177,7 @@ class Preference(Templated):
     def figure_names(self) -> tuple[str, ...]:
         from ..evaluate.metrics import names_of
 
-        return ("loss", *names_of("preferences"))
+        return ("loss", *names_of("preferences", *(["reference"] if self.has_reference else [])))
 
     # -------------------------------------------------------------------------------------------------------- columns
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..compute import attention
 from ..compute.loss import Head, batch_loss, loss_sum
 from ..compute.numerics import evaluating
-from ..data.batches import iterate_eval
 from ..evaluate.preference import quick_figures, score_answers
 from .deferred_metrics import read
 
 if TYPE_CHECKING:
     from ..data.example import Example
+    from ..data.inference import Inference
     from ..parallel.engine import Engine
     from ..tasks import Task
 
@@ -25,12 +24,10 @@ if TYPE_CHECKING:
 def dev_figures(
     engine: Engine,
     examples: Sequence[Example],
+    inference: Inference,
     *,
     task: Task,
-    batch_size: int,
-    pad_id: int,
     head: Head | None,
-    precision: Callable[[], AbstractContextManager[Any]],
 ) -> dict[str, float]:
     """`loss` in nats per supervised token or example (regress: squared error), not smoothed, `accuracy` for
     classification (multi: of whole sets of classes), and of answers what `finetune.evaluate.preference` judges.
@@ -39,30 +36,18 @@ def dev_figures(
 
     Args:
         head: as the stage found it (`finetune.compute.loss.find_head`).
-        precision: what surrounds each forward pass.
     """
-    share, model = engine.evaluation, engine.judged
-    judged = task.judged()
+    model, judged = engine.judged, task.judged()
     if task.by_answer:
-        scores = score_answers(
-            model, examples, task=judged, batch_size=batch_size, pad_id=pad_id, precision=precision,
-            device=engine.device, share=share, head=engine.usable(head), beat=engine.beat,
-        )  # fmt: skip
+        scores = score_answers(model, examples, inference, task=judged, head=engine.usable(head), beat=engine.beat)
         engine.settle()
         return quick_figures(scores)
     found: list[torch.Tensor] = []  # loss and right answers of each batch
     counts: list[int] = []
     with evaluating(model):
-        for micro in iterate_eval(
-            examples,
-            task=task,
-            batch_size=batch_size,
-            pad_id=pad_id,
-            share=share.part,
-            multiple=share.multiple,
-        ):
+        for micro in inference.batches(examples, task):
             batch = micro.to(engine.device)
-            with precision():
+            with inference.precision():
                 if judged.by_example:
                     with attention.reading(batch) as inputs:
                         logits = model(**inputs).logits
@@ -79,6 +64,6 @@ def dev_figures(
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, supervised
     for pair, count in zip(read(found), counts, strict=True):
         sums += torch.tensor([*pair, count], dtype=torch.float64)
-    loss_of, right_of, count_of = share.add(sums.numpy()).tolist()
+    loss_of, right_of, count_of = inference.share.add(sums.numpy()).tolist()
     figures = {"loss": loss_of / max(count_of, 1)}
     return {**figures, "accuracy": right_of / max(count_of, 1)} if task.accuracy else figures

@@ -23,7 +23,8 @@ from ..atomic import write_json
 from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
-from ..compute.precision import autocast, autocast_dtype, float32_products, read_precision
+from ..compute.precision import autocast, float32_products, read_precision
+from ..data.inference import Inference
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..evaluate.judge import evaluate
@@ -35,14 +36,12 @@ from ..parallel.engine import Engine
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive
 from .callbacks import Callbacks
-from .checkpoint import clone
-from .checkpointer import Keeper
+from .checkpointer import Keeper, clone
 from .data_order import batch_index
 from .deferred_metrics import Line, Unread, read
 from .dev_loss import dev_figures
-from .gauss_newton import GaussNewton
 from .loss_scale import LossScale
-from .optimizer import AdapterOptimizer, learning_rate
+from .optimizer import AdapterOptimizer, GaussNewton, learning_rate
 from .out_of_memory import Shortage, noted
 from .peak_memory import UpdateMeter
 from .prefetch import fed
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.batches import MicroBatch, Sides
+    from ..data.micro_batch import MicroBatch, Sides
 
 
 def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> StageResult:
@@ -128,7 +127,10 @@ class _Loop:
         train, batches = stage.train, stage.batches
         self.engine, self.stage, self.train, self.regularizer = engine, stage, train, stage.regularizer
         self.run, self.device, self.parameters = stage.run, engine.device, engine.parameters
-        self.pad_id, self.tokenizer = int(tokenizer.pad_token_id), tokenizer
+        self.tokenizer = tokenizer
+        self.inference = Inference.of(
+            tokenizer, train, batch_size=stage.evaluate.batch_size, device=engine.device, share=engine.evaluation
+        )
         self.metric = judged_apart(stage.train, stage.task)
         self.optimizer = AdapterOptimizer(self.parameters, stage.optimizer)
         self.solver = (
@@ -151,7 +153,7 @@ class _Loop:
                 refuse_leaks(engine.judged, tolerance=1e-3 if train.precision == "fp32" else 0.1)
             head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
         engine.settle()
-        self.recorder = Recorder(stage, engine, self.optimizer, head=head, pad_id=self.pad_id)
+        self.recorder = Recorder(stage, engine, self.optimizer, self.inference, head=head)
         shortage.keeper = self.keeper
         self.head = with_kernel(
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=stage.say or stage.run.log
@@ -376,11 +378,9 @@ class _Loop:
             figures = dev_figures(
                 self.engine,
                 self.stage.dev,
+                self.inference,
                 task=self.stage.task,
-                batch_size=self.stage.evaluate.batch_size,
-                pad_id=self.pad_id,
                 head=self.head,
-                precision=self._precision,
             )
             if self.metric is not None:
                 figures[self.metric] = self._whole_judgement()[self.metric]["value"]
@@ -404,10 +404,8 @@ class _Loop:
                 self.stage.dev,
                 task=self.stage.task.judged(),
                 config=replace(self.stage.evaluate, bootstrap=1),
+                inference=self.inference,
                 label_names=self.stage.label_names,
-                device=self.device,
-                autocast_dtype=autocast_dtype(self.train),
-                share=self.engine.evaluation,
             )
         )
 

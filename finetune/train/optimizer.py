@@ -1,23 +1,38 @@
-"""AdamW over an adapter, in float32 whatever the adapter is kept in, with a state that can be read and put back.
+"""What moves an adapter: AdamW in float32, its moments in 8 bits or paged by bitsandbytes, and Gauss-Newton.
 
 Adapters kept in bfloat16 get float32 masters: gradients are widened, the update is made on the masters, and the
 adapter receives their rounding. Sharded parameters (DTensors of FSDP2) keep their state sharded in the same way.
+
+**8-bit and paged moments.** 8-bit moments are quantised in blocks of 256 values with a dynamic map (Dettmers et al.,
+2110.02861); tensors of fewer than 4096 values keep float32 moments, as the library has it. Paged moments are those of
+QLoRA (2305.14314, §3).
+
+**Gauss-Newton** solves with each update the least-squares problem of the model linearised where it stands. With r the
+residuals of all rows of an update and J their Jacobian, the weights that move become θ' = argmin ‖r + Jθ − Jθ'‖² +
+λ‖θ'‖², and the step goes `lr` of the way there; λ is `weight_decay`. Without it the step has the least norm among those
+that fit best. A model that is linear in what moves is trained to the end by one update: an adapter on the head of which
+only B moves (`optimizer.fixed: [a, head]`).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..compute.capabilities import capabilities
-from ..config import Optimizer
+from ..compute.jacobian import jacobian
+from ..config import Optimizer, OptimizerKind
 from ..errors import UserError
-from .adam8bit import LowBitAdam
+from ..models.quantize import GET, import_library
+from ..planner.memory import QUANTISED_BLOCK, QUANTISED_FROM
+from .stage import ForwardBackward
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -120,7 +135,7 @@ class AdapterOptimizer:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
-        """Raises UserError where `settings.kind` needs what is not here (`finetune.train.adam8bit.check_optimizer`), or
+        """Raises UserError where `settings.kind` needs what is not here (`check_optimizer`), or
         nothing is left to move."""
         self.parameters = {name: p for name, p in parameters.items() if not is_fixed(name, settings)}
         """Those that move."""
@@ -183,7 +198,7 @@ class AdapterOptimizer:
             self.parameters[name].grad = None
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """By kind (`MOMENTS`, or those of `finetune.train.adam8bit`; `MASTER` where there are masters) and name;
+        """By kind (`MOMENTS`, or those of `finetune.train.optimizer`; `MASTER` where there are masters) and name;
         moments and masters are laid out like the parameter."""
         states = {name: self._adam.state(t) for name, t in self._updated.items() if t in self.inner.state}
         found: dict[str, dict[str, Tensor]] = (
@@ -256,3 +271,133 @@ def learning_rate(step: int, *, steps: int, optimizer: Optimizer) -> float:
     if optimizer.schedule == "linear":
         return optimizer.lr * (1.0 - progress)
     return optimizer.lr
+
+
+# ---------------------------------------------------------------------------------------------------- moments in 8 bits
+
+
+KINDS = ("state1", "state2", "absmax1", "absmax2")
+"""Both moments, and the scales of their blocks where they are quantised."""
+
+
+def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
+    """Raise UserError where `kind` needs a package or a device that is not here.
+
+    device: `cpu` or `cuda`, where it is known already.
+    """
+    if kind in ("adamw", "gauss-newton"):
+        return
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"optimizer.kind: {kind} needs the package bitsandbytes; {GET}, or take adamw")
+    if kind.startswith("paged") and device not in (None, "cuda"):
+        plain = "adamw-8bit" if kind.endswith("8bit") else "adamw"
+        raise UserError(
+            f"optimizer.kind: {kind} pages host memory into a CUDA device, and this is {device}; take {plain}"
+        )
+
+
+class LowBitAdam:
+    """bitsandbytes' AdamW, with a state that can be read by name and put back."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, device: torch.device) -> None:
+        """Raises UserError where the package or the device is missing (`check_optimizer`)."""
+        check_optimizer(settings.kind, device=capabilities(device).kind)
+        library: Any = import_library()
+        self._dequantize = library.functional.dequantize_blockwise
+        self.inner: Any = library.optim.AdamW(
+            groups,
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            optim_bits=8 if settings.kind.endswith("8bit") else 32,
+            min_8bit_size=QUANTISED_FROM,
+            is_paged=settings.kind.startswith("paged"),
+        )
+
+    def state(self, tensor: Tensor) -> dict[str, Tensor]:
+        """Moments and scales of a tensor by kind; empty before its first update."""
+        found = self.inner.state.get(tensor, {})
+        return {kind: found[kind] for kind in KINDS if kind in found}
+
+    def updates(self, tensor: Tensor) -> Tensor:
+        """How many it has had, scalar."""
+        return torch.tensor(float(self.inner.state[tensor]["step"]))
+
+    def second_moment(self, tensor: Tensor) -> Tensor:
+        """v, float32, on the tensor's device (paged moments count as host memory), as the next update will read it."""
+        state = self.inner.state[tensor]
+        if state["state2"].dtype == torch.float32:
+            return state["state2"].to(tensor.device, copy=True)
+        moment, scales, code = (state[kind].to(tensor.device) for kind in ("state2", "absmax2", "qmap2"))
+        return self._dequantize(moment, absmax=scales, code=code, blocksize=QUANTISED_BLOCK)
+
+    def prepare(self, tensor: Tensor, updates: Tensor) -> None:
+        """Room for the state of a tensor that has had so many updates."""
+        for number, group in enumerate(self.inner.param_groups):
+            for place, each in enumerate(group["params"]):
+                if each is tensor:
+                    self.inner.init_state(group, tensor, number, place)
+        self.inner.state[tensor]["step"] = int(updates)
+
+
+# --------------------------------------------------------------------------------------------------------- Gauss-Newton
+
+
+LARGEST = 300_000_000
+"""Numbers of a Jacobian, at most: 2.4 GB in float64."""
+_NOISE = 1e-12
+"""Eigenvalues below this share of the largest are the rounding of features that were computed in float32."""
+
+
+def solve(jac: np.ndarray, wanted: np.ndarray, decay: float) -> np.ndarray:
+    """[P]: argmin over θ of ‖wanted − jac·θ‖² + decay·‖θ‖², of least norm; jac [N, P], wanted [N], float64."""
+    wide = jac.shape[0] <= jac.shape[1]
+    values, vectors = np.linalg.eigh(jac @ jac.T if wide else jac.T @ jac)
+    kept = values > _NOISE * values[-1]
+    gains = np.divide(1.0, values + decay, out=np.zeros_like(values), where=kept)
+    right = wanted if wide else jac.T @ wanted
+    found = vectors @ (gains * (vectors.T @ right))
+    return jac.T @ found if wide else found
+
+
+class GaussNewton:
+    """Makes the updates of a stage; what it finds lies in the gradients, as minus the step."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, decay: float) -> None:
+        """parameters: those that move. decay: λ."""
+        self.parameters, self.decay = dict(parameters), decay
+
+    def compute(self, work: ForwardBackward) -> Tensor:
+        """The step of an update into the gradients; returns its loss before it, as `ForwardBackward.compute`.
+
+        Raises:
+            UserError: more numbers than `LARGEST`, a parameter outside linear layers.
+        """
+        sizes = [p.numel() for p in self.parameters.values()]
+        jacobians, residuals = [], []
+        for index, micro in enumerate(work.micros):
+            batch = micro.to(work.engine.device)
+            with work.context(index):
+                outputs, rows = jacobian(work.engine.model, self.parameters, batch.inputs)
+            whole = work.count * rows.shape[1] * rows.shape[2]
+            if whole > LARGEST:
+                raise UserError(
+                    f"optimizer.kind: gauss-newton solves for {work.count} rows × {rows.shape[1]} outputs × "
+                    f"{sum(sizes):,} weights at once, above its {LARGEST:.0e} numbers; lower adapter.rank, or "
+                    "train.batch_size · train.accumulate"
+                )
+            jacobians.append(rows.flatten(0, 1).double().cpu().numpy())
+            residuals.append(work.task.residuals(outputs, batch.labels).flatten().double().cpu().numpy())
+            work.engine.beat()
+        jac, residual = np.concatenate(jacobians), np.concatenate(residuals)
+        now = torch.cat([p.detach().flatten() for p in self.parameters.values()]).double().cpu().numpy()
+        if self.decay:
+            step = solve(jac, residual + jac @ now, self.decay) - now
+        else:
+            step = solve(jac, residual, 0.0)
+        parts = torch.from_numpy(step).split(sizes)
+        for parameter, part in zip(self.parameters.values(), parts, strict=True):
+            parameter.grad = -part.view_as(parameter).to(parameter)
+        loss = float(residual @ residual) / work.count
+        return torch.tensor(loss, device=work.engine.device)

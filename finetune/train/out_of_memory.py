@@ -27,7 +27,7 @@ from ..models.anatomy import blocks
 from ..models.quantize import scales
 from ..parallel.layout import local
 from ..planner.memory import MemoryPlan, memory_plan, state_bytes
-from .checkpoint import steps
+from .checkpointer import steps
 from .peak_memory import process_bytes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..compute.attention import as_mask, starts
 from ..compute.presence import is_cuda
 from ..config import Train
-from ..data.batches import MicroBatch
+from ..data.micro_batch import MicroBatch
 from ..evaluate.leaks import rows_apart
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..bounds import check_bounds
-from ..config import Optimizer
+from ..config import Optimizer, check_bounds
 from ..data.example import IGNORE, Example
+from ..data.inference import Inference
 from ..errors import UserError
+from ..evaluate.generation import padded
 from ..evaluate.perplexity import document_nats
-from ..evaluate.writing import padded
 from ..seeds import numpy_generator, torch_generator
 from ..tasks import LanguageModel
 from .optimizer import AdapterOptimizer, learning_rate
@@ -156,7 +156,7 @@ def train_and_judge(
     model.eval()
     parts = [pieces([text], settings.piece) for text in held_out]
     read = _examples(tokenizer, [piece for part in parts for piece in part])
-    nats, _ = document_nats(model, read, batch_size=settings.batch_size, pad_id=0, task=LanguageModel(), masked=False)
+    nats, _ = document_nats(model, read, Inference(settings.batch_size, 0), task=LanguageModel(), masked=False)
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return np.bincount(owner, weights=nats, minlength=len(parts)), tokens
 

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
     from regularizers.protocol import Regularizer
 
-    from ..data.batches import Batches, MicroBatch
+    from ..data.batches import Batches
     from ..data.example import Example
+    from ..data.micro_batch import MicroBatch
     from ..tasks import Task
     from .trace.recorder import Recording
 

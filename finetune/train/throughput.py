@@ -1,27 +1,41 @@
-"""Tokens a second, and what share of the device's peak goes into them: MFU and HFU (PaLM, 2204.02311, appendix B).
+"""Tokens a second, the floating-point operations of a step, and their share of the device's peak: MFU and HFU (PaLM,
+2204.02311, appendix B).
 
 The model's operations (MFU) are those that the method takes for the tokens of the rows; the hardware's (HFU) those that
 the device is made to do: padding, and what checkpointing computes again, too.
+
+**Operations** are counted from the shapes that layers are given. A frozen layer with n weights costs 2n a token forward
+and 2n backward, for the gradient of its input; it has no gradient of its own, so full fine-tuning's 6n are 4n here. A
+factor of the adapter with n weights costs 6n. What lies below the first adapted layer needs no gradient at all, so the
+layers of the first block that are given the embeddings cost 2n (frozen) and 4n (A). Embeddings cost nothing. Attention
+costs 4·d a pair of tokens forward, d the width of all heads, and 2·d for each of the four products backward that has
+somebody to serve; causal masks are not taken off (the convention of PaLM, 2204.02311, appendix B, and of torch's own
+counter).
+
+Counted are products of linear layers and of attention; a mixture's grouped experts, convolutions and the norms of DoRA
+are not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regularizers.protocol import Figures
 
 from ..compute.capabilities import copied
 from ..compute.loss import Head, batch_loss
+from ..models.anatomy import attention_modules, is_linear
 from ..parallel.mesh import DATA, TOKENS
-from .flops import Cost, Tally, attention_width
 
 if TYPE_CHECKING:
-    from ..data.batches import MicroBatch
+    from ..data.micro_batch import MicroBatch
     from ..parallel.engine import Engine
     from ..tasks import Task
 
@@ -174,3 +188,188 @@ def _runs(positions: Tensor) -> Tensor:
 
 RATES = frozenset({"tokens_s", "tflops", "mfu", "hfu"})
 """What a line of metrics.jsonl has of them (`finetune.train.throughput`)."""
+
+
+# -------------------------------------------------------------------------------------------- floating-point operations
+
+
+_FUSED = ("qkv", "query_key_value", "c_attn", "in_proj")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Operations of forward and backward of one rank."""
+
+    token: float
+    """Of linear layers, for each position of its rows."""
+    pair: float
+    """Of attention, for each pair of positions of a row."""
+    supervised: float
+    """Of the output head, for each supervised token, where the loss is made in slices."""
+    again_token: float
+    """What checkpointing computes again, for each position."""
+    again_pair: float
+    """And for each pair."""
+
+    def model(self, tokens: float, pairs: float, supervised: float) -> float:
+        """What the method takes: nothing twice."""
+        return self.token * tokens + self.pair * pairs + self.supervised * supervised
+
+    def hardware(self, positions: float, pairs: float, supervised: float) -> float:
+        """What the device is made to do: what is computed again too."""
+        linear, attention = self.token + self.again_token, self.pair + self.again_pair
+        return linear * positions + attention * pairs + self.supervised * supervised
+
+
+@dataclass
+class Tally:
+    """Adds up the operations of the forward passes that go on inside `watching`, and of their backward."""
+
+    linear: float = 0.0
+    attention: float = 0.0
+    again_linear: float = 0.0
+    again_attention: float = 0.0
+    lost: Exception | None = None
+    """Why a layer could not be counted: what it is given or gives is of no known form. The sums are then too small."""
+    _forward: dict[nn.Module, tuple[float, float]] = field(default_factory=dict)
+    """Operations of each layer's last forward pass, linear and of attention."""
+
+    @contextmanager
+    def watching(self, model: nn.Module, *, width: float, head: Head | None) -> Iterator[None]:
+        """Hooks on the linear layers and attention modules of `model`; nothing that is computed changes, and a layer
+        that cannot be counted ends nothing (`lost`).
+
+        Args:
+            width: of attention (`attention_width`), on this rank.
+            head: whose loss is made in slices, by supervised tokens: it is not counted here.
+        """
+        counted: dict[nn.Module, Any] = {a: partial(self._attend, width) for a in attention_modules(model)}
+        skipped: set[nn.Module] = {head.linear} if head is not None else set()
+        for module in model.modules():
+            if module in skipped:
+                continue
+            if is_linear(getattr(module, "base_layer", None)) and hasattr(module, "lora_A"):
+                skipped.update(module.modules())
+                counted[module] = self._adapted
+            elif is_linear(module):
+                counted[module] = self._plain
+        handles = [
+            module.register_forward_hook(partial(self._count, hook), with_kwargs=True)
+            for module, hook in counted.items()
+        ]
+        # before, because checkpointing leaves a layer in the middle once it has what backward wants
+        for module in counted:
+            # and where only attention is computed again, its own hooks stay outside: its last product tells of it
+            last = [inner for inner in module.modules() if inner in counted][-1]
+            handles.append(last.register_forward_pre_hook(partial(self._again, module)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def cost(self, *, positions: int, pairs: int, head: Head | None) -> Cost:
+        """What was tallied, spread over so many positions and pairs of positions."""
+        shape = head.linear.weight.shape if head is not None else (0, 0)
+        return Cost(
+            token=self.linear / max(positions, 1),
+            pair=self.attention / max(pairs, 1),
+            supervised=4.0 * shape[0] * shape[1],  # forward, and the gradient of the hidden states
+            again_token=self.again_linear / max(positions, 1),
+            again_pair=self.again_attention / max(pairs, 1),
+        )
+
+    # ------------------------------------------------------------------ hooks
+
+    def _count(self, hook: Any, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        try:
+            hook(layer, args, kwargs, output)
+        except Exception as error:  # a meter may not end what it measures
+            self.lost = self.lost or error
+
+    def _plain(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        x = _first(args, kwargs)
+        products = 2.0 * _rows(x) * x.shape[-1] * _made(output).shape[-1]
+        trained = any(p.requires_grad for p in layer.parameters(recurse=False))
+        self._add(layer, products, products * (int(x.requires_grad) + int(trained)))
+
+    def _adapted(self, layer: Any, args: Any, kwargs: Any, output: Any) -> None:
+        x = _first(args, kwargs)
+        rows, into, out = _rows(x), x.shape[-1], _made(output).shape[-1]
+        frozen = 2.0 * rows * into * out
+        rank = sum(layer.r[name] for name in layer.active_adapters if name in layer.r)
+        a, b = 2.0 * rows * rank * into, 2.0 * rows * rank * out
+        needed = int(x.requires_grad)
+        self._add(layer, frozen + a + b, needed * (frozen + a) + a + 2 * b)
+
+    def _attend(self, width: float, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        x = _first(args, kwargs)
+        product = 2.0 * x.shape[0] * x.shape[1] ** 2 * width
+        q, k, v = (x.requires_grad or trained for trained in _trained_parts(layer))
+        # dO·Vᵀ for whoever needs the weights of attention, then dQ, dK; and Pᵀ·dO for dV
+        backward = product * (int(q or k) + int(q) + int(k) + int(v))
+        if _goes_forward():
+            self.attention += 2 * product + backward
+            self._forward[layer] = (0.0, 2 * product)
+
+    def _add(self, layer: nn.Module, forward: float, backward: float) -> None:
+        if _goes_forward():
+            self.linear += forward + backward
+            self._forward[layer] = (forward, 0.0)
+
+    def _again(self, layer: nn.Module, inner: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and not _goes_forward():
+            linear, attention = self._forward.get(layer, (0.0, 0.0))
+            self.again_linear += linear
+            self.again_attention += attention
+
+
+def _goes_forward() -> bool:
+    """Whether this is a forward pass that backward will follow, and not one that backward makes once more."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+
+
+def _first(args: Any, kwargs: Any) -> Tensor:
+    """The tensor that a layer is given."""
+    x: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return x
+
+
+def _made(output: Any) -> Tensor:
+    """The product among what a layer gives: routers of mixtures (Llama 4) are linear layers that give two tensors."""
+    x: Tensor = output[-1] if isinstance(output, tuple) else output
+    return x
+
+
+def _rows(x: Tensor) -> int:
+    return x.numel() // x.shape[-1]
+
+
+def _trained_parts(attention: nn.Module) -> tuple[bool, bool, bool]:
+    """Whether queries, keys and values have something to train in their own layers."""
+    found = {"q": False, "k": False, "v": False}
+    for name, parameter in attention.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        parts = name.split(".")
+        letters = "qkv" if any(fused in part.lower() for part in parts for fused in _FUSED) else ""
+        for part in parts:
+            letters += {"q": "q", "query": "q", "k": "k", "key": "k", "v": "v", "value": "v"}.get(
+                part.split("_")[0], ""
+            )
+        for letter in letters:
+            found[letter] = True
+    return found["q"], found["k"], found["v"]
+
+
+def attention_width(config: Any) -> int | None:
+    """d, heads times what each one is wide, by a backbone's configuration; None where it does not say."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = _named(config, "num_attention_heads", "n_head", "num_heads")
+    hidden = _named(config, "hidden_size", "n_embd", "d_model")
+    each = _named(config, "head_dim") or (hidden // heads if heads and hidden else None)
+    return heads * each if heads and each else None
+
+
+def _named(config: Any, *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), None)

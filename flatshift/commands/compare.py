@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
     from experiments.report.chapters.comparison import page, summary
-    from experiments.studies.compare.command import compare
+    from experiments.studies.compare.run import compare
 
     document = compare(
         flags.recipe,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tyro.conf import Positional
 
 from experiments.recipe import resume_recipe
-from experiments.recipe.mesh import mesh_flags, named_axes
+from experiments.recipe.auto import mesh_flags, named_axes
 from finetune.errors import UserError
 from finetune.launch import failure, spawn
 from flatshift import api, outcome
@@ -176,7 +176,8 @@ def _looks_like_run(name: str) -> bool:
 def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
     """Several, or a bare backbone, or by groups."""
     from experiments.report.chapters.evaluation import page
-    from experiments.workflows.side_by_side import judge_side_by_side, render
+    from experiments.workflows.evaluate import judge_side_by_side
+    from experiments.workflows.evaluation_document import render
 
     few_shot = None
     if flags.prompt is not None:

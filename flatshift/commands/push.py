@@ -28,7 +28,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift push`."""
     flags: Flags = parse(Flags, "push", argv)
-    from experiments.workflows.hub import push
+    from experiments.workflows.export import push
 
     card = flags.folder / "README.md"
     print(push(flags.folder, flags.repository, public=flags.public, message=flags.message))

@@ -31,7 +31,7 @@ class Flags:
     pool: tuple[str, ...] = ()
     """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool`."""
     target: tuple[str, ...] = ()
-    """Files with samples of the task."""
+    """Files with samples of the task; with --data.holdout 0.2 less what a training on them sets apart for judging."""
     budget: int | None = None
     """Records to choose."""
     out: Path | None = None

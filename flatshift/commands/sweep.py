@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from experiments.recipe.sweep import SweepOptions
+from experiments.recipe.studies import SweepOptions
 from finetune.errors import UserError
 from flatshift import outcome
 from flatshift.api import draw

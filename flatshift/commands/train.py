@@ -10,8 +10,8 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from experiments.recipe import Resolved, load_recipe, resume_recipe
-from experiments.recipe.dotted import keys_by_room
-from experiments.recipe.mesh import axis_flags, mesh_flags, named_axes
+from experiments.recipe.auto import axis_flags, mesh_flags, named_axes
+from experiments.recipe.config import keys_by_room
 from experiments.recipe.tree import Branch
 from finetune.errors import UserError
 from finetune.launch import consistency, failure, spawn

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from selection.errors import SelectionError
 from selection.lazy import np
-from selection.settings import check
+from selection.validation import check
 
 EncodeBatch = Callable[[list[str]], tuple[Any, Any]]
 """texts of a batch -> (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""

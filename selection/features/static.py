@@ -18,7 +18,7 @@ from typing import IO, Any, Literal
 from selection.errors import SelectionError
 from selection.features.pooling import normalised, read_json
 from selection.lazy import np
-from selection.settings import check
+from selection.validation import check
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")

@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 from selection.errors import SelectionError
 from selection.features.pooling import normalised
 from selection.lazy import np
-from selection.settings import check
+from selection.validation import check
 
 _CHUNK = 4096
 """Texts whose counts are held at a time."""

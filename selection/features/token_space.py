@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from selection.errors import SelectionError
 from selection.features.tokens import CHUNK, Tokenize, TokenRows, grams
 from selection.lazy import np
-from selection.settings import check
+from selection.validation import check
 
 
 @dataclass(frozen=True, kw_only=True)

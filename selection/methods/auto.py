@@ -21,7 +21,7 @@ from selection.methods.gotd import GotD
 from selection.methods.knn import KNN
 from selection.methods.moore_lewis import MooreLewis
 from selection.methods.random import RandomSelector
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.features.tokens import TokenRows
@@ -40,6 +40,7 @@ class Auto:
     by trigrams of the backbone's tokens; a random draw where none does better than that."""
 
     kind: Literal["auto"] = "auto"
+    title: ClassVar[str] = "The selector"
     needs: ClassVar[tuple[str, ...]] = ("tokens", "texts", "features")
     tried: tuple[Literal["moore-lewis", "classifier", "dsir", "gotd", "knn"], ...] = (
         "moore-lewis",

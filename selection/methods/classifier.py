@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, keyed_uniform, need
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.features.tokens import TokenRows
@@ -24,6 +24,7 @@ class Classifier:
     score −log odds."""
 
     kind: Literal["classifier"] = "classifier"
+    title: ClassVar[str] = "A classifier of target against pool"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     buckets: int = 2**18
     """Hash buckets of the n-grams."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from selection.errors import SelectionError, TooLittleMemory
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
 from selection.methods.gotd import check_transport, memory_bytes
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.transport.solver import Potentials
@@ -21,6 +21,7 @@ class GotDContrast:
     where its mass would take the pool away from the negatives."""
 
     kind: Literal["gotd-contrast"] = "gotd-contrast"
+    title: ClassVar[str] = "GOT-D with negatives"
     needs: ClassVar[tuple[str, ...]] = ("features", "negative")
     epsilon: float = 0.05
     """Entropic regularisation of both problems, as a multiple of each one's own mean cost."""

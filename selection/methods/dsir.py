@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024
@@ -29,6 +29,7 @@ class DSIR:
     """Importance resampling on hashed word uni- and bigrams (DSIR); score −log weight."""
 
     kind: Literal["dsir"] = "dsir"
+    title: ClassVar[str] = "DSIR"
     needs: ClassVar[tuple[str, ...]] = ("texts",)
     buckets: int = 10_000
     """Hash buckets of the n-gram features."""

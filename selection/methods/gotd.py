@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, need, unit_weights
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.transport.solver import Potentials
@@ -36,6 +36,7 @@ class GotD:
     """Optimal-transport gradients (GOT-D): the samples whose added mass lowers OT(pool, target) most."""
 
     kind: Literal["gotd"] = "gotd"
+    title: ClassVar[str] = "GOT-D"
     needs: ClassVar[tuple[str, ...]] = ("features",)
     epsilon: float = 0.05
     """Entropic regularisation, as a multiple of the exact weighted mean cost over all pairs."""

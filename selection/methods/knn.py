@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from selection.methods.base import Pool, Progress, Selector, Target, need
-from selection.settings import Around, made
+from selection.validation import Around, made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,7 @@ class KNN:
     """Nearest neighbours of the target, each sample at most once (score: squared distance to its nearest target)."""
 
     kind: Literal["knn"] = "knn"
+    title: ClassVar[str] = "kNN"
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
     def build(self, around: Around) -> KNNSelector:

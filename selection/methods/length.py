@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform, need
-from selection.settings import Around, made
+from selection.validation import Around, made
 
 _BINS = 10
 _BATCH = 8192
@@ -20,6 +20,7 @@ class Length:
     """By length alone: the control for methods that favour long or short texts."""
 
     kind: Literal["length"] = "length"
+    title: ClassVar[str] = "Length"
     needs: ClassVar[tuple[str, ...]] = ("texts",)
     prefer: Literal["long", "short", "target"] = "target"
     """`target`: a seeded draw whose lengths follow the target's (in tenths of its distribution)."""

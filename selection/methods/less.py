@@ -9,8 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
-from selection.settings import Around, made
-from selection.validation import checked_chunk, no_overflow
+from selection.validation import Around, checked_chunk, made, no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +19,7 @@ class Less:
     computed by you: `--pool-features` and `--target-features`."""
 
     kind: Literal["less"] = "less"
+    title: ClassVar[str] = "Gradient similarity"
     needs: ClassVar[tuple[str, ...]] = ("features", "gradients", "domains")
     similarity: Literal["cosine", "inner"] = "cosine"
     """`cosine`, as the paper; `inner` rewards long gradients, which short texts have."""

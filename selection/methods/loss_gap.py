@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from selection.methods.base import Pool, Progress, Selector, Target
 from selection.methods.perplexity import Measure, PerplexitySelector
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +19,7 @@ class LossGap:
     backbone's own. Two forward passes of every pool text."""
 
     kind: Literal["loss-gap"] = "loss-gap"
+    title: ClassVar[str] = "The loss gap"
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     max_length: int = 256
     """Tokens read of each text."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.features.tokens import TokenRows
@@ -26,6 +26,7 @@ class MooreLewis:
     tokens; short texts shrunk to the pool's mean."""
 
     kind: Literal["moore-lewis"] = "moore-lewis"
+    title: ClassVar[str] = "Cross-entropy difference"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     share: float = 0.2
     """Of the target's model in its mixture with the pool's: what the target's texts do not hold is left to the pool.

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, need
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 Measure = Callable[[Sequence[str]], Any]
 """texts -> (len(texts),) mean −log p per token of each; called with batches in file order."""
@@ -22,6 +22,7 @@ class Perplexity:
     """The backbone's own surprise at each text: mean −log p per token."""
 
     kind: Literal["perplexity"] = "perplexity"
+    title: ClassVar[str] = "Perplexity"
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     keep: Literal["low", "middle", "high"] = "middle"
     """Which end comes first; `middle`: by distance from the median rank."""

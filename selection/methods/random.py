@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform
-from selection.settings import Around, made
+from selection.validation import Around, made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +14,7 @@ class Random:
     """A uniform draw by seed: the control of every comparison."""
 
     kind: Literal["random"] = "random"
+    title: ClassVar[str] = "A random draw"
     needs: ClassVar[tuple[str, ...]] = ()
 
     def build(self, around: Around) -> RandomSelector:

@@ -10,8 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
-from selection.settings import Around, check, made
-from selection.validation import no_overflow
+from selection.validation import Around, check, made, no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +18,7 @@ class RoundRobin:
     """Each target text in turn takes its most similar record that is left (cosine of features; gradients or others)."""
 
     kind: Literal["round-robin"] = "round-robin"
+    title: ClassVar[str] = "Each target's neighbours in turn"
     needs: ClassVar[tuple[str, ...]] = ("features",)
     neighbours: int = 1000
     """Of each target that are looked at, at most; records beyond follow by distance to their nearest target."""

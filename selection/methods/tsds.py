@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, keyed_uniform, need
-from selection.settings import Around, check, made
+from selection.validation import Around, check, made
 
 if TYPE_CHECKING:
     from selection.methods.neighbours import Nearest
@@ -27,6 +27,7 @@ class TSDS:
     features."""
 
     kind: Literal["tsds"] = "tsds"
+    title: ClassVar[str] = "TSDS"
     needs: ClassVar[tuple[str, ...]] = ("features",)
     alpha: float = 0.5
     """Between 0 and 1: small spreads each target's mass over many neighbours, large keeps it on the nearest."""

@@ -10,6 +10,7 @@ import pytest
 
 from experiments.workflows import samples
 from experiments.workflows.samples import Kept, Sampling, figures_of, write_samples
+from finetune.data.inference import Inference
 from finetune.evaluate.sandbox import refuse_unless_contained
 from finetune.tasks import LanguageModel
 from flatshift.cli import run
@@ -23,7 +24,8 @@ ASKED = Sampling(samples=3, top_p=0.9, max_new_tokens=6)
 
 def written(kept: Kept, asked: Sampling = ASKED, batch_size: int = 5) -> list[list[str]]:
     model = tiny_model("llama", len(TOKENIZER)).eval()
-    return write_samples("m", model, TOKENIZER, ROWS, LanguageModel(), asked, kept, batch_size=batch_size)
+    inference = Inference.of(TOKENIZER, batch_size=batch_size)
+    return write_samples("m", model, TOKENIZER, ROWS, LanguageModel(), asked, kept, inference)
 
 
 def test_draws_are_of_seed_and_place_and_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from experiments.recipe import from_override, load_recipe, resume_recipe
 from experiments.workflows.deployment import _require_same_vocabulary, modelfile
-from experiments.workflows.hub import push
+from experiments.workflows.export import push
 from finetune.errors import UserError
 from finetune.models.backbone import open_backbone
 from flatshift.cli import run

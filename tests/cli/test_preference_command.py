@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune.errors import UserError
 from finetune.run_directory import read_metrics
+from flatshift import Run
 from flatshift.cli import run
 
 SMALL = [
@@ -17,7 +19,7 @@ SMALL = [
     "--train.precision", "fp32", "--train.threads", "1", "--train.device", "cpu", "--eval.bootstrap", "20",
     "--eval.train_limit", "0", "--eval.cold", "4",
 ]  # fmt: skip
-FIGURES = {"loss", "preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward"}
+FIGURES = {"loss", "preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "reference_distance"}
 
 
 def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
@@ -36,8 +38,10 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
     assert judged.keys() == FIGURES and judged["reward_margin"]["n"] == 8
     cold = json.loads((out / "cold.json").read_text())["test"]
     assert cold["loss"]["value"] == pytest.approx(math.log(2)) and cold["preference_accuracy"]["value"] == 0.5
+    assert cold["reference_distance"]["value"] == 0.0 < judged["reference_distance"]["value"]
     page = (out / "report.html").read_text()
     assert "Rewards of dev answers" in page and "Preference accuracy on dev" in page
+    assert "Distance of dev answers" in page
 
     given, rows = tmp_path / "given.jsonl", tmp_path / "rows.jsonl"
     given.write_text("".join(json.dumps({"question": "It rains.", "chosen": " Wet.", "rejected": f" {i}"}) + "\n"
@@ -48,6 +52,10 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
     for row in found:
         assert row["reward_margin"] == pytest.approx(row["chosen_reward"] - row["rejected_reward"], abs=1e-9)
         assert row["preferred"] == ("chosen" if row["reward_margin"] > 0 else "rejected")
+    (same,) = Run(out).predict([{"question": "It rains.", "chosen": " Wet.", "rejected": " 0"}])
+    assert same["reward_margin"] == pytest.approx(found[0]["reward_margin"], abs=1e-6)
+    with pytest.raises(UserError, match="row 1: no column 'chosen'"):
+        Run(out).predict([{"prompt": "It rains.", "rejected": " 0"}])
 
 
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys) -> None:

@@ -13,7 +13,7 @@ from benchmarks._limited import SIZES as LIMITED
 from benchmarks._sized import Sizes, save_backbone
 from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY
 from finetune.errors import is_out_of_memory
-from finetune.models.task_support import refusal
+from finetune.models.backbone import refusal
 from finetune.tasks import LanguageModel
 from tests.distributed_ranks import run_ranks
 

@@ -29,6 +29,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     from finetune.config import Adapter, Evaluate, Train
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
+    from finetune.data.inference import Inference
     from finetune.data.labels import Units, fold_units
     from finetune.data.masking import Masking
     from finetune.evaluate.judge import evaluate
@@ -61,8 +62,8 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     losses, first = few_updates(engine, batches, task, STEPS)
     fold_units(engine.parameters, units)
     found = evaluate(
-        engine.judged, tokenizer, examples[:9], task=task, config=Evaluate(batch_size=4, bootstrap=5),
-        share=engine.evaluation,
+        engine.judged, tokenizer, examples[:9], task=task, config=Evaluate(bootstrap=5),
+        inference=Inference.of(tokenizer, batch_size=4, share=engine.evaluation),
     )  # fmt: skip
     saved = engine.whole(engine.parameters)
     if kind == "masked" and mesh.size == 1:

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.distributed_ranks import run_ranks
+from tests.finetune_models import save_backbone
+from tests.mesh_updates import few_updates
 
 VOCABULARY = 64
 STEPS = 3
@@ -30,6 +33,8 @@ class Case:
     """Blocks before this one have no adapter."""
     pieces: int | None = None
     micros: int = 2
+    by_tokens: bool = False
+    """Sequence parallelism."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     """Train the whole model and the stages; figures of the difference, the same on every rank."""
     import torch.distributed as dist
 
-    from finetune.compute.loss import batch_loss
+    from finetune.compute.loss import batch_loss, head_probe
     from finetune.config import Mesh
     from finetune.parallel.fsdp import shard
     from finetune.parallel.layout import whole_all
@@ -161,7 +166,10 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     from finetune.parallel.tensor import tensor_parallel
     from finetune.tasks import Classify, LanguageModel
 
-    mesh = Mesh(pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces)
+    mesh = Mesh(
+        pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces,
+        sequence_parallel=case.by_tokens,
+    )  # fmt: skip
     world = World.of(mesh, torch.device("cpu"))
     whole = whole_model(case.kind, 2 * pp, case.first_adapted)
     batches = [[micros_at(case.kind, step, case.micros, seed=7 * row) for row in range(dp)] for step in range(STEPS)]
@@ -169,10 +177,10 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     task = Classify() if batches[0][0][0].labels.ndim == 1 else LanguageModel()
     loss = summed_loss if case.kind == "t5" else None
     parts, stages = cut_parts(copy.deepcopy(whole), lambda: copy.deepcopy(whole), mesh=mesh, world=world)
-    layout = tensor_parallel(parts, world=world)
+    layout = tensor_parallel(parts, world=world, sequence_parallel=case.by_tokens)
     shard(parts, mesh=mesh, world=world, reshard=False)
     runner = PipelineRunner(parts, mesh=mesh, world=world)
-    head = None if loss is not None else runner.find_head(batches[0][0][0].inputs, task=task)
+    head = None if loss is not None else runner.find_head(head_probe(batches[0][0][0].inputs), task=task)
 
     def whole_update(step: int) -> Tensor:
         total = torch.zeros(())
@@ -320,7 +328,9 @@ def test_sharded_stages() -> None:
 
 
 def test_tensor_parallel_stages() -> None:
-    check([Case("llama", "1f1b"), Case("gpt2", "zbv"), Case("t5", "1f1b")], pp=2, tp=2)
+    """Each tensor-parallel rank sends its share of the hidden states: of their width, or of their tokens."""
+    by_tokens = [Case("llama", "interleaved", by_tokens=True), Case("qwen3", "zbv", by_tokens=True, first_adapted=2)]
+    check([Case("llama", "1f1b"), Case("gpt2", "zbv"), Case("t5", "1f1b"), *by_tokens], pp=2, tp=2)
 
 
 @pytest.mark.slow
@@ -334,3 +344,33 @@ def test_dropout_is_drawn_by_piece_and_stage() -> None:
         assert sums[0] == sums[1] != sums[2]
     numbers = [number for _, seen in ranks for number in seen]
     assert len(numbers) == len(set(numbers))
+
+
+def long_rows(source: str) -> list[list[float]]:
+    """Losses of one process and of two stages on rows longer than those that the head is looked for with."""
+    from finetune.config import Adapter, Mesh, Train
+    from finetune.data.batches import Batches
+    from finetune.data.example import Example
+    from finetune.parallel.build import build_engine
+    from finetune.parallel.mesh import World
+    from finetune.tasks import LanguageModel
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY, (8, 150), generator=generator).tolist()
+    examples = [Example(row, [-100, *row[1:]], id=str(i), where="test") for i, row in enumerate(ids)]
+    task, train, cpu = LanguageModel(pack=False), Train(batch_size=2, max_length=150, device="cpu"), torch.device("cpu")
+    found = []
+    for mesh in (Mesh(), Mesh(pp=2)):
+        world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)
+        engine = build_engine(source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world)
+        batches = Batches(
+            examples, task=task, batch_size=2, accumulate=1, seed=0, max_length=150, pad_id=0, share=engine.share
+        )
+        found.append(few_updates(engine, batches, task, STEPS)[0])
+    return found
+
+
+def test_rows_longer_than_the_probe_of_the_head(tmp_path: Path) -> None:
+    source = str(save_backbone("llama", tmp_path / "backbone"))
+    for alone, staged in run_ranks(long_rows, 2, source):
+        assert staged == pytest.approx(alone, abs=1e-5)

@@ -26,6 +26,7 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     from finetune.config import Adapter, Evaluate, Train
     from finetune.data.batches import Batches
     from finetune.data.example import IGNORE, Example
+    from finetune.data.inference import Inference
     from finetune.evaluate.judge import evaluate
     from finetune.parallel.build import build_engine
     from finetune.parallel.mesh import World
@@ -53,8 +54,8 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     )  # fmt: skip
     losses, first = few_updates(engine, batches, task, STEPS)
     found = evaluate(
-        engine.judged, PadOnly(), examples, task=task, config=Evaluate(batch_size=4, bootstrap=5),
-        share=engine.evaluation,
+        engine.judged, PadOnly(), examples, task=task, config=Evaluate(bootstrap=5),
+        inference=Inference.of(PadOnly(), batch_size=4, share=engine.evaluation),
     )  # fmt: skip
     return {"losses": losses, "first": first, "found": {n: f["value"] for n, f in found.items()}}
 

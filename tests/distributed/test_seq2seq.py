@@ -34,6 +34,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     from finetune.config import Adapter, Evaluate, Train
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
+    from finetune.data.inference import Inference
     from finetune.evaluate.answers import generate_answers
     from finetune.evaluate.judge import evaluate
     from finetune.parallel.build import build_engine
@@ -54,9 +55,10 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     )
     losses, first = few_updates(engine, batches, task, STEPS)
     some, judged, share = examples[:7], engine.judged, engine.evaluation
-    figures = evaluate(judged, TOKENIZER, some, task=task, config=Evaluate(batch_size=3, bootstrap=10), share=share)
+    inference = Inference.of(TOKENIZER, batch_size=3, share=share)
+    figures = evaluate(judged, TOKENIZER, some, task=task, config=Evaluate(bootstrap=10), inference=inference)
     with evaluating(judged):
-        answers = generate_answers(judged, TOKENIZER, some, max_new_tokens=4, batch_size=3, share=share)
+        answers = generate_answers(judged, TOKENIZER, some, inference, max_new_tokens=4)
     return {"losses": losses, "first": first, "loss": figures["loss"]["value"], "answers": answers}
 
 

@@ -71,7 +71,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = ["wiki" if i % 4 else "news" for i in range(len(birds))]
     for name in ("pool.jsonl", "comments.jsonl", "corpus/a.jsonl.gz", "pool/a.jsonl"):
         rows(name, birds, domain=sources)
-    for name in ("target.jsonl", "task-train.jsonl", "clean.jsonl"):
+    for name in ("target.jsonl", "task-train.jsonl", "rows.jsonl", "clean.jsonl"):
         rows(name, talk)
     rows("test.jsonl", ["a robin in a tree sings of the letter"])
     rows("toxic.jsonl", ["you stupid wren", "stupid red robin"])
@@ -109,7 +109,7 @@ def do(commands: list[str], out: str = "") -> None:
 
 def test_the_page_on_selection(home: Path) -> None:
     lines = commands("selection.md")
-    assert len(lines) == 11
+    assert len(lines) == 12
     lines = [line.replace("--out picked", f"--out picked-{n}") for n, line in enumerate(lines)]
     do(lines, "one")
 

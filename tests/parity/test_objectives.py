@@ -12,8 +12,9 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.data.labels import Units
 from finetune.data.masking import Masking
 from finetune.evaluate.answers import chrf, generate_answers
@@ -209,11 +210,7 @@ def test_evaluate_judges_numbers_in_their_own_units(encoder):
     examples = encode(rows, task=task, tokenizer=WORDPIECE, max_length=64, units=Units(48.0, 50.0, 20.0)).examples
     found = evaluate(model, WORDPIECE, examples, task=task, config=Evaluate(bootstrap=5, batch_size=4))
     with torch.no_grad():
-        said = [
-            float(model(**micro.inputs).logits)
-            for e in examples
-            for micro in iterate_eval([e], task=task, batch_size=1, pad_id=0)
-        ]
+        said = [float(model(**micro.inputs).logits) for e in examples for micro in Inference(1, 0).batches([e], task)]
     true = np.array([r.values["label"] for r in rows])
     assert found["rmse"]["value"] == pytest.approx(sk.root_mean_squared_error(true, said), rel=1e-5)
     assert found["loss"]["value"] == pytest.approx(np.mean((true - said) ** 2) / 400, rel=1e-5)
@@ -237,8 +234,10 @@ def test_beam_search_is_transformers_own_of_each_row_alone(kind, tmp_path):
     model = adapted(source, task).eval()
     start = open_backbone(source).decoder_start
     examples = encode(text_rows(7), task=task, tokenizer=TOKENIZER, max_length=64, decoder_start=start).examples
-    answers = generate_answers(model, TOKENIZER, examples, max_new_tokens=6, num_beams=3, batch_size=3)
-    greedy = generate_answers(model, TOKENIZER, examples, max_new_tokens=6, batch_size=3)
+    answers = generate_answers(
+        model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=6, num_beams=3
+    )
+    greedy = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=6)
     for example, answer in zip(examples, answers, strict=True):
         out = model.generate(
             input_ids=torch.tensor([example.input_ids]), num_beams=3, do_sample=False, max_new_tokens=6,

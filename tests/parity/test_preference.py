@@ -4,6 +4,7 @@ backbone alone: beside a naive loop in float64."""
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.example import Example
+from finetune.evaluate.preference import quick_figures, score_answers
 from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Preference
@@ -185,6 +187,30 @@ def test_without_an_update_the_model_is_its_reference(source, tmp_path):
     dev = lines[-1]
     assert dev["split"] == "dev" and dev["preference_accuracy"] in (0.25, 0.5, 0.75, 1.0)
     assert dev["reward_margin"] == pytest.approx(dev["chosen_reward"] - dev["rejected_reward"], abs=1e-6)
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_the_distance_is_how_far_each_answer_s_log_likelihood_is_from_the_backbone_s(single, source):
+    task = Preference(loss="kto", beta=0.3)  # not of β, and kto has single answers too
+    model, backbone = model_of(source, task), load_backbone(source, task=task)
+    made = examples(single)
+    scores = score_answers(model, made, task=task, batch_size=3, pad_id=0, precision=nullcontext)
+    with torch.no_grad():
+        apart = [
+            (log_p(model.double(), ids, labels)[0] - log_p(backbone.double(), ids, labels)[0]).item()
+            for example in made
+            for ids, labels, _ in rows_of(example)
+        ]
+    assert min(apart) < 0 < max(apart)
+    assert quick_figures(scores)["reference_distance"] == pytest.approx(sum(map(abs, apart)) / len(apart), rel=1e-5)
+
+
+def test_a_loss_without_a_reference_has_no_distance_from_it(source):
+    task = Preference(loss="simpo")
+    scores = score_answers(model_of(source, task), examples(), task=task, batch_size=4, pad_id=0, precision=nullcontext)
+    assert quick_figures(scores).keys() == set(task.figure_names)
+    assert "reference_distance" in Preference().figure_names
+    assert "reference_distance" not in task.figure_names
 
 
 def test_a_regularizer_never_moves_the_reference(source, tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from finetune.data.mixture import Mixture
 from finetune.models.load import load_backbone
 from finetune.run_directory import read_metrics
 from finetune.tasks import Completion
-from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.checkpointer import steps as saved_steps
 from regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, save_backbone
 from tests.stage_runs import run_or_stop

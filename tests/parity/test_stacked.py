@@ -19,9 +19,8 @@ from finetune.data.example import Example
 from finetune.models.fingerprint import checksum
 from finetune.models.load import load_backbone
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host
-from finetune.stacked.together import run_together, stage_work
+from finetune.stacked.together import cell_engine, run_together, stage_work
 from finetune.tasks import Classify, Completion, LanguageModel
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.throughput import RATES

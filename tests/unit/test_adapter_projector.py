@@ -24,17 +24,18 @@ from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
 from finetune.data.columns import Examples
 from finetune.data.example import Example
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.evaluate import ranking
+from finetune.evaluate.generation import lacking_room
 from finetune.evaluate.perplexity import document_nats
-from finetune.evaluate.writing import lacking_room
 from finetune.models.anatomy import position_limit
 from finetune.models.fingerprint import checksum
 from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.planner.memory import memory_plan
 from finetune.run_directory import read_metrics
-from finetune.stacked.refusing import refusal
+from finetune.stacked.limits import refusal
 from finetune.tasks import Classify, Completion, LanguageModel
 from finetune.train.stage import check_length
 from regularizers import GGPO, Plain, RegularizerError, build
@@ -239,14 +240,14 @@ def test_choices_are_ranked_some_examples_at_a_time(sources, monkeypatch):
     ]  # fmt: skip
     seen = []
 
-    def watched(model, rows, **how):
+    def watched(model, rows, *how, **task):
         seen.append(len(rows))
-        return document_nats(model, rows, **how)
+        return document_nats(model, rows, *how, **task)
 
     monkeypatch.setattr(ranking, "document_nats", watched)
-    whole = ranking.rank_choices(model, Examples.of(examples), task=Completion(), batch_size=4, pad_id=0)
+    whole = ranking.rank_choices(model, Examples.of(examples), Inference(4, 0), task=Completion())
     monkeypatch.setattr(ranking, "_VECTORS", 2 * len(choices) * K * WIDTH * 4 + 1)
-    sliced = ranking.rank_choices(model, Examples.of(examples), task=Completion(), batch_size=4, pad_id=0)
+    sliced = ranking.rank_choices(model, Examples.of(examples), Inference(4, 0), task=Completion())
     assert seen == [21, 6, 6, 6, 3]
     np.testing.assert_allclose(sliced, whole, rtol=1e-5)
     for i, k in ((0, 0), (4, 1), (6, 2)):

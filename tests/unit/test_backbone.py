@@ -11,8 +11,8 @@ import torch
 from finetune.adapters.adapter import attach_adapter
 from finetune.compute.numerics import uses_dropout
 from finetune.config import Adapter
-from finetune.data.batches import iterate_eval
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.models.backbone import open_backbone
 from finetune.models.fingerprint import checksum
@@ -79,7 +79,7 @@ def test_a_padded_row_is_judged_as_it_is_alone_where_the_config_names_no_pad_tok
     examples = encode(rows, task=Classify(), tokenizer=tokenizer, max_length=64).examples
 
     def logits(some):
-        micro = next(iterate_eval(some, task=Classify(), batch_size=4, pad_id=tokenizer.pad_token_id))
+        micro = next(Inference(4, tokenizer.pad_token_id).batches(some, Classify()))
         with torch.no_grad():
             return dict(zip((row for (row,) in micro.rows), model(**micro.inputs).logits, strict=True))
 

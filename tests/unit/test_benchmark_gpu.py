@@ -90,7 +90,7 @@ def test_operations_in_closed_form_are_those_that_hooks_count(tied):
     from benchmarks.gpu.llama import Shape, adapted, batches, operations
     from finetune.parallel.engine import Engine
     from finetune.tasks import LanguageModel
-    from finetune.train.flops import Tally, attention_width
+    from finetune.train.throughput import Tally, attention_width
 
     shape, rows, sequence, rank = Shape(64, 160, 3, 4, 2, 512, tied), 2, 24, 4
     model = adapted(shape, "cpu", rank=rank).train()

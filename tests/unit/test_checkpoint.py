@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from finetune.errors import Interrupted
-from finetune.train import checkpoint as module
-from finetune.train.checkpoint import drop_checkpoints, latest_checkpoint, pack, save_checkpoint, steps, unpack
+from finetune.train import checkpointer as module
+from finetune.train.checkpointer import drop_checkpoints, latest_checkpoint, pack, save_checkpoint, steps, unpack
 
 
 def tensors(value):

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 
 from experiments.recipe import from_override, load_recipe
-from experiments.recipe.comparison import Comparison, StudyMethod, StudyTask
-from experiments.recipe.precision import settled
+from experiments.recipe.auto import settled
+from experiments.recipe.studies import Comparison, StudyMethod, StudyTask
 from experiments.report.chapters.comparison import page
 from experiments.statistics.intervals import detectable, holm, paired_p
 from experiments.studies.compare.analysis import endpoint
-from experiments.studies.compare.command import compare
 from experiments.studies.compare.plan import Plan
-from experiments.studies.compare.run import Outcome
+from experiments.studies.compare.run import Outcome, compare
 from experiments.studies.compare.tuning import (
     FAILED,
     Score,

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from finetune import cache_directory
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
 from finetune.data.encoding import encode
 from finetune.data.example import Example
+from finetune.data.inference import Inference
 from finetune.data.token_cache import TokenCache
 from finetune.errors import UserError
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
@@ -90,8 +91,8 @@ def test_batches_from_disk_are_those_from_memory(kind, tmp_path):
     one, other = Batches(plain, **settings), Batches(held, **settings)
     pairs = [pair for step in range(8) for pair in zip(one.at(step), other.at(step), strict=True)]
     part = held.take(np.arange(9, 39)[::-1])
-    judged = {"task": KINDS[kind], "batch_size": 8, "pad_id": 0}
-    pairs += zip(iterate_eval(plain[9:39][::-1], **judged), iterate_eval(part, **judged), strict=True)
+    judged = Inference(8, 0)
+    pairs += zip(judged.batches(plain[9:39][::-1], KINDS[kind]), judged.batches(part, KINDS[kind]), strict=True)
     for a, b in pairs:
         assert a.rows == b.rows and a.supervised == b.supervised and (a.labels == b.labels).all()
         assert all((a.inputs[name] == b.inputs[name]).all() for name in a.inputs)

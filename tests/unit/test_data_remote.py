@@ -24,7 +24,8 @@ import pytest
 
 import flatshift
 from finetune.data import formats, remote
-from finetune.data.rows import describe, expand, read_rows
+from finetune.data.files import describe, expand
+from finetune.data.rows import read_rows
 from finetune.errors import UserError, address_of, is_remote, user_path
 from flatshift.cli import run
 from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store

@@ -15,8 +15,9 @@ import pytest
 
 from finetune.config import Columns
 from finetune.data import formats
+from finetune.data.files import describe, expand
 from finetune.data.formats import HubName
-from finetune.data.rows import canonical_label, describe, expand, limit_rows, read_rows, require_rows
+from finetune.data.rows import canonical_label, limit_rows, read_rows, require_rows
 from finetune.errors import UserError
 from tests.data_models import write_jsonl
 

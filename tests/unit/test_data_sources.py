@@ -18,7 +18,8 @@ from experiments.workflows.run_parts import recipe_inputs
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
 from finetune.data.encoding import encode
-from finetune.data.rows import describe, read_rows
+from finetune.data.files import describe
+from finetune.data.rows import read_rows
 from finetune.errors import UserError
 from finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl

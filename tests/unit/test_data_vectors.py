@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from finetune.config import Projector
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.columns import Examples, ExampleWriter, open_examples
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, row
@@ -38,7 +39,7 @@ def test_batches_have_each_rows_own_vectors(task, tmp_path):
         assert list(held) == examples
         assert list(held[4:1:-1]) == examples[4:1:-1]
         for part, places in ((held, range(7)), (held[1::2], range(1, 7, 2))):
-            for micro in iterate_eval(part, task=task, batch_size=3, pad_id=0):
+            for micro in Inference(3, 0).batches(part, task):
                 index = [list(places)[i] for (i,) in micro.rows]
                 assert np.array_equal(micro.inputs["features"].numpy(), values[index])
     batches = Batches(examples, task=task, batch_size=4, seed=0, max_length=32, pad_id=0)

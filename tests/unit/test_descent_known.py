@@ -13,8 +13,8 @@ from benchmarks.curves.known import NAMED_NULLS, NULLS, bump, bumps, log_normal,
 from benchmarks.curves.random_features import LinearModel, random_features_curve, ridge_fit
 from benchmarks.curves.rates import rejections
 from experiments.statistics import peak_test
+from experiments.statistics.peak import looks
 from experiments.statistics.scale import scale_of
-from experiments.statistics.sequential import looks
 from finetune.errors import UserError
 
 

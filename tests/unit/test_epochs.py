@@ -9,8 +9,7 @@ from itertools import count
 
 import pytest
 
-from experiments.data.epochs import in_steps
-from experiments.data.sources import batches_ahead
+from experiments.data.sources import batches_ahead, in_steps
 from experiments.data.splits import prepare
 from experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
 from experiments.recipe.config import Recipe

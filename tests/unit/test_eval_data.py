@@ -13,7 +13,7 @@ from experiments.data.splits import learnt_record, prepare, prepare_apart
 from experiments.recipe import from_override, load_recipe
 from experiments.run.console import Console
 from experiments.workflows import evaluate, sharpness
-from finetune.data.rows import describe
+from finetune.data.files import describe
 from finetune.errors import UserError
 from finetune.parallel.mesh import World
 from tests.data_models import write_jsonl

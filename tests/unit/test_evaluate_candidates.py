@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
+from finetune.data.inference import Inference
 from finetune.errors import UserError
 from finetune.evaluate import candidates
-from finetune.evaluate.candidates import How, cut, score
+from finetune.evaluate.candidates import cut, score
 from finetune.evaluate.prompts import Prompt, ask, check, shipped
 from finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer, row, tiny_model
 
 TOKENIZER = byte_tokenizer()
-HOW = How(batch_size=3, pad_id=TOKENIZER.pad_token_id)
+HOW = Inference(batch_size=3, pad_id=TOKENIZER.pad_token_id)
 SHOTS = "worked example one. worked example two. "
 
 
@@ -91,11 +92,11 @@ def test_worked_examples_are_named_draws_and_never_the_row_itself(monkeypatch):
     monkeypatch.setattr(
         "experiments.workflows.few_shot.cut", lambda t, texts, b: seen.extend(texts) or whole(t, texts, b)
     )
-    found = rank_rows(model, TOKENIZER, rows, rows, asked, window=4096, how=HOW)
+    found = rank_rows(model, TOKENIZER, rows, rows, asked, HOW, window=4096)
     for place, one in enumerate(rows):
         for context, _, _ in seen[2 * place : 2 * place + 2]:
             assert context.count(f"{one.values['text']},") == 1 and context.count("right?") == 11
-    again = rank_rows(model, TOKENIZER, rows, rows, asked, window=4096, how=HOW)
+    again = rank_rows(model, TOKENIZER, rows, rows, asked, HOW, window=4096)
     assert again.predictions == found.predictions and found.right.shape == (1, 12)
 
 
@@ -103,10 +104,10 @@ def test_examples_that_do_not_fit_are_left_out_whole_and_counted():
     model = tiny_model("llama", len(TOKENIZER)).eval()
     rows = nli_rows(4)
     asked = FewShot(prompt=NLI, name="nli", shots=3, source=("x",))
-    found = rank_rows(model, TOKENIZER, rows, nli_rows(9, 20), asked, window=100, how=HOW)
+    found = rank_rows(model, TOKENIZER, rows, nli_rows(9, 20), asked, HOW, window=100)
     assert found.dropped == 4 * 2 and found.cut == 0
     with pytest.raises(UserError, match="a candidate alone is longer than the 12 tokens"):
-        rank_rows(model, TOKENIZER, rows, nli_rows(9, 20), asked, window=12, how=HOW)
+        rank_rows(model, TOKENIZER, rows, nli_rows(9, 20), asked, HOW, window=12)
 
 
 @pytest.mark.parametrize("mode", ["sum", "label", "mean", "byte", "pmi", "calibrated"])
@@ -114,7 +115,7 @@ def test_scores_by_hand(mode):
     model = tiny_model("llama", len(TOKENIZER)).eval()
     rows = nli_rows(6)
     asked = FewShot(prompt=NLI, name="nli", score=mode)
-    found = rank_rows(model, TOKENIZER, rows, [], asked, window=4096, how=HOW)
+    found = rank_rows(model, TOKENIZER, rows, [], asked, HOW, window=4096)
 
     def logs(context: str, said: str, after: str) -> np.ndarray:
         (one,) = cut(TOKENIZER, [(context, said, after)], (TOKENIZER.bos_token_id,))
@@ -183,9 +184,7 @@ def test_mcnemar_is_exact():
 def test_paired_sentences_without_a_context():
     model = tiny_model("llama", len(TOKENIZER)).eval()
     rows = [row(n, more=f"the old {n} left", less=f"the young {n} left", label=0) for n in range(5)]
-    found = rank_rows(
-        model, TOKENIZER, rows, [], FewShot(prompt=read_prompt("pairs"), name="pairs"), window=99, how=HOW
-    )
+    found = rank_rows(model, TOKENIZER, rows, [], FewShot(prompt=read_prompt("pairs"), name="pairs"), HOW, window=99)
     for place, one in enumerate(rows):
         sums = []
         for text in (one.values["more"], one.values["less"]):

@@ -17,6 +17,7 @@ FAMILIES = (
     "sets",
     "numbers",
     "preferences",
+    "reference",
     "agreement",
     "samples",
     "toxicity",

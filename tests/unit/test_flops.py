@@ -171,7 +171,7 @@ def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
 
 def test_a_meter_ends_no_run(tmp_path, monkeypatch):
     engine, micro = engine_of("llama", tmp_path), micro_of(2, 8)
-    monkeypatch.setattr("finetune.train.flops._made", lambda output: SimpleNamespace(shape=()))
+    monkeypatch.setattr("finetune.train.throughput._made", lambda output: SimpleNamespace(shape=()))
     meter = Meter(engine, peak_tflops=1.0)
     for _ in range(EVERY + 1):
         one_step(engine, micro, meter)

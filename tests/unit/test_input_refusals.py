@@ -18,7 +18,8 @@ from finetune.adapters.saved import SavedAdapter
 from finetune.atomic import read_object
 from finetune.config import Adapter, Mesh, Optimizer
 from finetune.data import formats
-from finetune.data.rows import describe, expand, read_rows
+from finetune.data.files import describe, expand
+from finetune.data.rows import read_rows
 from finetune.errors import UserError
 from finetune.models.backbone import open_backbone
 from finetune.models.load import load_backbone

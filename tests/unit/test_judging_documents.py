@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.compute import blocked_attention
-from finetune.compute.blocked_attention import BLOCK, attend, blocked
+from finetune.compute import attention
+from finetune.compute.attention import BLOCK, attend, blocked
 from finetune.compute.numerics import bf16_instructions
 from finetune.data.example import Example
+from finetune.data.inference import Inference
 from finetune.evaluate.perplexity import document_nats
 from finetune.models.load import load_backbone
 from finetune.tasks import LanguageModel
@@ -54,16 +55,16 @@ def test_documents_are_judged_by_blocks_and_others_as_before(tmp_path: Path, mon
         calls.append(of[0].shape[2])
         return attend(*of, scale=scale)
 
-    monkeypatch.setattr(blocked_attention, "attend", counted)
-    how = {"batch_size": 2, "pad_id": 0, "task": LanguageModel()}
-    plain, tokens = document_nats(model, examples, masked=False, **how)
+    monkeypatch.setattr(attention, "attend", counted)
+    task, narrow = LanguageModel(), Inference(2, 0, autocast_dtype=torch.bfloat16)
+    plain, tokens = document_nats(model, examples, Inference(2, 0), task=task, masked=False)
     assert not calls, "float32 keeps torch's own kernel"
-    ours, again = document_nats(model, examples, masked=False, autocast_dtype=torch.bfloat16, **how)
+    ours, again = document_nats(model, examples, narrow, task=task, masked=False)
     assert {70, 33} <= set(calls) and model.config._attn_implementation == "sdpa"
     assert tokens.tolist() == again.tolist() == [69, 40, 32, 4]
     assert np.abs(ours / plain - 1).max() < 2e-3
     calls.clear()
-    document_nats(model, examples, masked=True, autocast_dtype=torch.bfloat16, **how)
+    document_nats(model, examples, narrow, task=task, masked=True)
     assert not {70, 33} & set(calls), "a mask is for sdpa; the look for the head has none"
     with blocked(model, "cpu", torch.float32):
         assert model.config._attn_implementation == "sdpa"
@@ -77,8 +78,8 @@ def test_no_more_tokens_are_judged_at_once_than_suit_a_cpu(tmp_path: Path) -> No
     examples = [Example(ids, [-100, *ids[1:]], str(i), "") for i, ids in enumerate(rows)]
     seen: list[torch.Size] = []
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True)
-    how = {"pad_id": 0, "task": LanguageModel(), "masked": False}
-    nats, _ = document_nats(model, examples, batch_size=50, **how)
+    how = {"task": LanguageModel(), "masked": False}
+    nats, _ = document_nats(model, examples, Inference(50, 0), **how)
     assert max(rows * tokens for rows, tokens in seen) <= 2048 and len(seen) <= 7
-    alone, _ = document_nats(model, examples, batch_size=1, **how)
+    alone, _ = document_nats(model, examples, Inference(1, 0), **how)
     np.testing.assert_allclose(nats, alone, rtol=1e-5)

@@ -13,7 +13,7 @@ from finetune import Adapter, attach_adapter, load_adapter, load_backbone, save_
 from finetune.compute.jacobian import jacobian
 from finetune.errors import UserError
 from finetune.tasks import Classify
-from finetune.train.gauss_newton import solve
+from finetune.train.optimizer import solve
 
 NAMES = ("x", "y", "z")
 TASK = Classify(labels=NAMES, loss="squared")

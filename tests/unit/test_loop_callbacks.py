@@ -15,7 +15,7 @@ from finetune.errors import Interrupted, UserError
 from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
-from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.checkpointer import steps as saved_steps
 from finetune.train.loop import TrainingStage, train_stage
 from regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone

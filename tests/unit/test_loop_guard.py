@@ -17,7 +17,7 @@ from finetune.models.load import load_backbone
 from finetune.parallel.engine import Engine
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
-from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.checkpointer import steps as saved_steps
 from finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
 from finetune.train.loop import Diverged, TrainingStage, train_stage
 from finetune.train.optimizer import learning_rate

@@ -14,10 +14,9 @@ from finetune.models.load import load_backbone
 from finetune.planner.memory import plan_lines, state_bytes
 from finetune.run_directory import RunDirectory
 from finetune.tasks import LanguageModel
-from finetune.train import adam8bit
-from finetune.train.adam8bit import check_optimizer
+from finetune.train import optimizer as module
 from finetune.train.loop import TrainingStage, train_stage
-from finetune.train.optimizer import AdapterOptimizer
+from finetune.train.optimizer import AdapterOptimizer, check_optimizer
 from regularizers import Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -68,7 +67,7 @@ def test_updates_and_preconditioner_are_adams(kind):
     wanted, scale = adamw(parameters(), 6, plus=2.0)
     for name, parameter in ours.parameters.items():
         moved, expected = parameter.double() - start[name], wanted[name] - start[name]
-        quantised = kind == "adamw-8bit" and parameter.numel() >= adam8bit.QUANTISED_FROM
+        quantised = kind == "adamw-8bit" and parameter.numel() >= module.QUANTISED_FROM
         assert (moved - expected).norm() < (0.05 if quantised else 1e-5) * expected.norm(), name
         if quantised:  # not the float32 ones under another name
             assert (moved - expected).norm() > 1e-4 * expected.norm()
@@ -118,9 +117,7 @@ def test_dropped_gradients_leave_no_trace():
 
 @needs_library
 def test_a_stage_in_eight_bits_resumes_with_the_same_bits(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        adam8bit, "QUANTISED_FROM", 64
-    )  # the tiny model's factors are smaller than the library quantises
+    monkeypatch.setattr(module, "QUANTISED_FROM", 64)  # the tiny model's factors are smaller than the library quantises
     source = save_backbone("llama", tmp_path / "model")
 
     def train(directory, stop_at=None):

@@ -16,7 +16,7 @@ from experiments.results.run import read_metrics
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
 from finetune.errors import UserError
 from finetune.run_directory import SPIKE, RunDirectory
-from finetune.stacked.refusing import refusal
+from finetune.stacked.limits import refusal
 from finetune.tasks import Classify, LanguageModel
 
 TEXT = """

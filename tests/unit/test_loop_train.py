@@ -21,7 +21,7 @@ from finetune.models.load import load_backbone
 from finetune.planner.memory import memory_plan, plan_lines
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel
-from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.checkpointer import steps as saved_steps
 from finetune.train.loop import Diverged, TrainingStage, train_stage
 from regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, ListBatches, PadOnly, RandomBatches, save_backbone

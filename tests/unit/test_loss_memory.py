@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute import loss as loss_module
-from finetune.compute.loss import batch_loss, find_head
+from finetune.compute.loss import batch_loss, find_head, head_probe
 from finetune.compute.numerics import evaluating
 from finetune.config import Adapter
 from finetune.data.example import Example
+from finetune.data.inference import Inference
 from finetune.evaluate import perplexity
 from finetune.evaluate.perplexity import document_nats
 from finetune.models.load import load_backbone
@@ -93,7 +94,7 @@ def test_training_holds_one_slice_and_loses_no_digit(model, monkeypatch):
     monkeypatch.setattr(loss_module, "slice_rows", lambda vocabulary, device, width: ALL // 16 // vocabulary)
     batch = micro()
     with Largest() as watching:
-        head = find_head(model, batch.inputs, task=LM)
+        head = find_head(model, head_probe(batch.inputs), task=LM)
         assert watching.elements < ALL // 4  # it is found on a few tokens
         model.train()
         sliced = batch_loss(model, batch, task=LM, head=head)
@@ -115,9 +116,9 @@ def test_evaluation_holds_one_slice_and_gives_the_same_figures(model, monkeypatc
     examples = [Example(row, [IGNORED, *row[1:]], str(i), f"f:{i}") for i, row in enumerate(ids)]
     with evaluating(model):
         with Largest() as watching:
-            nats, tokens = document_nats(model, examples, task=LM, batch_size=ROWS, pad_id=0)
+            nats, tokens = document_nats(model, examples, Inference(ROWS, 0), task=LM)
         monkeypatch.setattr(perplexity, "find_head", lambda *args, **how: None)
         with Largest() as seeing:
-            wanted, same = document_nats(model, examples, task=LM, batch_size=ROWS, pad_id=0)
+            wanted, same = document_nats(model, examples, Inference(ROWS, 0), task=LM)
     assert watching.elements <= max(ALL // 16, VOCABULARY * 64) and seeing.elements >= ALL - ROWS * VOCABULARY
     assert nats == pytest.approx(wanted, rel=1e-6) and tokens.tolist() == same.tolist()

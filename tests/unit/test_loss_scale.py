@@ -9,8 +9,7 @@ from torch import nn
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute.loss import batch_loss, find_head
-from finetune.compute.precision import read_precision
-from finetune.compute.widened import WidenedEmbedding, WidenedLinear, widen_on_use
+from finetune.compute.precision import WidenedEmbedding, WidenedLinear, read_precision, widen_on_use
 from finetune.config import Adapter, Optimizer, Train
 from finetune.errors import UserError
 from finetune.models.fingerprint import checksum

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.data.masking import SPECIAL, Masking, unmasked
 from finetune.data.panel import first_batch_panel
 from finetune.errors import UserError
@@ -179,7 +180,7 @@ def test_sliced_and_whole_loss_are_the_naive_one(source):
 def test_judged_is_the_loss_of_hidden_tokens_row_by_row(source):
     model = scatter(attach_adapter(load_backbone(source, task=TASK), Adapter(rank=4), task=TASK, seed=0)).eval()
     examples = encoded(text_rows(7, words=(4, 20)))
-    nats, tokens = document_nats(model, examples, batch_size=3, pad_id=0, task=TASK)
+    nats, tokens = document_nats(model, examples, Inference(3, 0), task=TASK)
     for i, example in enumerate(examples):
         logits = model(input_ids=torch.tensor([example.input_ids])).logits[0]
         alone = F.cross_entropy(logits, torch.tensor(example.labels), reduction="sum").item()
@@ -230,7 +231,7 @@ def test_a_head_that_the_checkpoint_lacks_is_drawn_and_trains(tmp_path):
     save_adapter(model, tmp_path / "adapter")
     twin = attach_adapter(load_backbone(source, task=TASK), Adapter(rank=4), task=TASK, seed=4)
     load_adapter(twin, tmp_path / "adapter")
-    (micro,) = iterate_eval(encoded(text_rows(3, words=(5, 9))), task=TASK, batch_size=3, pad_id=0)
+    (micro,) = Inference(3, 0).batches(encoded(text_rows(3, words=(5, 9))), TASK)
     with torch.no_grad():
         assert torch.equal(model.eval()(**micro.inputs).logits, twin.eval()(**micro.inputs).logits)
 
@@ -244,7 +245,7 @@ def test_a_saved_adapter_loads_in_plain_peft(head, tmp_path):
     model = scatter(attach_adapter(load_backbone(source, task=TASK), Adapter(rank=4), task=TASK, seed=0)).eval()
     save_adapter(model, tmp_path / "adapter")
     plain = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(source), tmp_path / "adapter").eval()
-    (micro,) = iterate_eval(encoded(text_rows(3, words=(5, 9))), task=TASK, batch_size=3, pad_id=0)
+    (micro,) = Inference(3, 0).batches(encoded(text_rows(3, words=(5, 9))), TASK)
     with torch.no_grad():
         assert torch.allclose(plain(**micro.inputs).logits, model(**micro.inputs).logits, atol=1e-5)
 

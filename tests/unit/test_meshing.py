@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from experiments.recipe import from_override, load_recipe
-from experiments.recipe.mesh import mesh_flags, named_axes
+from experiments.recipe.auto import mesh_flags, named_axes
 from finetune.launch import consistency, spawn
 from finetune.launch.rendezvous import FolderBoard
 from finetune.planner import auto_mesh
@@ -64,7 +64,7 @@ def test_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("RANK", "0")
     first = mesh_flags(asked)
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr("experiments.recipe.mesh.resolve", None)
+    monkeypatch.setattr("experiments.recipe.auto.resolve", None)
     assert mesh_flags(asked) == first and axes(first) == {"replicate": 4}
 
 
@@ -80,6 +80,6 @@ def test_the_ranks_get_axes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_deciding_needs_no_torch() -> None:
     code = (
-        "import sys; from flatshift import commands; import experiments.recipe.mesh; sys.exit('torch' in sys.modules)"
+        "import sys; from flatshift import commands; import experiments.recipe.auto; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

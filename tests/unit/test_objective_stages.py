@@ -15,14 +15,15 @@ from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter, Evaluate, Optimizer, Train
 from finetune.data.batches import Batches
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.data.labels import Units
 from finetune.data.masking import Masking
 from finetune.errors import Interrupted, UserError
 from finetune.evaluate.judge import head_scores
 from finetune.models.load import load_backbone
 from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked.engine import cell_engine
 from finetune.stacked.host import Host
+from finetune.stacked.together import cell_engine
 from finetune.tasks import Classify, MaskedLM, Regress
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.stage import ForwardBackward
@@ -138,9 +139,9 @@ def test_recorded_are_losses_and_wrong_sets_of_each_row(source):
         attach_adapter(load_backbone(source, task=task, **names_of(task)), Adapter(rank=4), task=task, seed=0)
     )
     examples = examples_of(task, 10)
-    judged = per_example(model, examples, task=task, batch_size=4, pad_id=0)
+    judged = per_example(model, examples, Inference(4, 0), task=task)
     model.eval()
-    losses, logits = head_scores(model, examples, task=task, batch_size=3, pad_id=0)
+    losses, logits = head_scores(model, examples, Inference(3, 0), task=task)
     assert judged.loss == pytest.approx(losses, rel=1e-5) and judged.predicted is None
     told = [e.labels for e in examples]
     assert judged.wrong.tolist() == [int(tuple(row) != own) for row, own in zip((logits > 0) * 1, told, strict=True)]

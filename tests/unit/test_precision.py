@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments.recipe import from_override, load_recipe, recipe_key
-from experiments.recipe.precision import settled
+from experiments.recipe.auto import settled
 from finetune.compute import matmul_rate, precision
 from finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
 from finetune.compute.precision import Choice, choose, cuda_choice, faster
@@ -170,13 +170,13 @@ def test_fp16_and_tf32_are_refused_on_a_cpu_that_auto_found():
 
 def _settled(monkeypatch, rates, overrides=(), **more):
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (rates, None))
-    from experiments.recipe import precision as of_recipes
+    from experiments.recipe import auto
 
-    of_recipes._decide.cache_clear()
+    auto._decide.cache_clear()
     said: list[str] = []
     resolved = load_recipe("classify", [from_override(k, v) for k, v in overrides])
     found = settled(resolved, say=said.append, **more)
-    of_recipes._decide.cache_clear()
+    auto._decide.cache_clear()
     return found, said
 
 
@@ -216,13 +216,13 @@ def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
     from experiments.studies.sweep.plan import Base
 
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
-    from experiments.recipe import precision as of_recipes
+    from experiments.recipe import auto
 
-    of_recipes._decide.cache_clear()
+    auto._decide.cache_clear()
     said: list[str] = []
     base = Base.of("double-descent", []).settled(kept=tmp_path / "nothing.yaml", say=said.append)
     cells = list(base.cells([{"adapter.rank": 1}], 2))
-    of_recipes._decide.cache_clear()
+    auto._decide.cache_clear()
     assert said == [f"precision: fp32 (auto: {WIDE})"]
     assert {cell.resolved.recipe.train.precision for cell in cells} == {"fp32"}
     assert base.resolved.origins["train.precision"].startswith("auto: a product")
@@ -245,7 +245,7 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
 
     resolved = load_recipe("classify", [from_override("train.precision", "fp32")])
     recipe = resolved.recipe
-    from experiments.recipe.mesh import backbone_directory
+    from experiments.recipe.auto import backbone_directory
 
     backbone = footprint.Sizes.read(backbone_directory(recipe.backbone), recipe.adapter)
     narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")
@@ -262,20 +262,20 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
 
 
 def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsys):
-    from experiments.recipe import precision as of_recipes
+    from experiments.recipe import auto
 
     recipe = load_recipe("classify", [from_override("train.device", "cpu")]).recipe
     half = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp16"))
-    assert of_recipes.readable(half).train.precision == "fp32"
+    assert auto.readable(half).train.precision == "fp32"
     assert "trained in fp16, which a CPU has not" in capsys.readouterr().err
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
-    of_recipes._decide.cache_clear()
+    auto._decide.cache_clear()
     narrow = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="bf16"))
-    assert of_recipes.readable(narrow) == narrow
+    assert auto.readable(narrow) == narrow
     assert "slower than fp32" in capsys.readouterr().err
-    of_recipes._decide.cache_clear()
+    auto._decide.cache_clear()
     wide = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
-    assert of_recipes.readable(wide) == wide and capsys.readouterr().err == ""
+    assert auto.readable(wide) == wide and capsys.readouterr().err == ""
 
 
 _LOADS = """

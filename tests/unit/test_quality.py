@@ -18,7 +18,7 @@ from benchmarks.studies.selection_quality.pool import open_pool, pool_file
 from benchmarks.studies.selection_quality.settings import StudyRecipe
 from benchmarks.studies.selection_quality.study import study_quality
 from experiments.recipe import from_override, load_recipe, recipe_key
-from experiments.recipe.precision import settled
+from experiments.recipe.auto import settled
 from finetune.errors import UserError
 from tests.quality_study import make_study
 

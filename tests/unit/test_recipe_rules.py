@@ -8,7 +8,7 @@ from experiments.recipe.config import Recipe, Select, WarmUp
 from experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_cell, check_rules, check_split
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
 from finetune.errors import UserError
-from finetune.stacked.refusing import REASONS
+from finetune.stacked.limits import REASONS
 from finetune.tasks import LanguageModel
 from regularizers.config import SAM
 from selection.config import KNN, GotD

@@ -20,7 +20,7 @@ from finetune.models.fingerprint import checksum
 from finetune.models.load import load_backbone
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import LanguageModel
-from finetune.train.checkpoint import latest_checkpoint, unpack
+from finetune.train.checkpointer import latest_checkpoint, unpack
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.trace.files import read_trace
 from finetune.train.trace.recorder import Recording

@@ -30,7 +30,7 @@ from finetune.models.load import load_backbone
 from finetune.parallel.mesh import World
 from finetune.run_directory import RunDirectory, read_metrics
 from finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
-from finetune.train.checkpoint import steps as saved_steps
+from finetune.train.checkpointer import steps as saved_steps
 from finetune.train.deferred_metrics import Line, Unread
 from finetune.train.loop import Diverged, TrainingStage, train_stage
 from regularizers import GGPO, BiLora, Plain, build
@@ -101,19 +101,20 @@ def test_a_scaled_loss_is_looked_at_once_an_update():
 
 @pytest.mark.parametrize("on", ["meta", pytest.param("cuda", marks=FAKE)])
 def test_generation_and_judging_stay_on_the_device(on):
+    from finetune.data.inference import Inference
     from finetune.evaluate.judge import head_scores
     from finetune.evaluate.perplexity import document_nats
     from finetune.train.trace.examples import per_example
 
-    how = {"batch_size": 2, "pad_id": 0, "device": on, "autocast_dtype": torch.bfloat16}
+    how = Inference(2, 0, on, torch.bfloat16)
     rows = cases.rows("completion", 3)
     with Rehearsal(on=on) as seen:  # raises where a tensor of the host strays in
         model, head = (cases._adapted(cases.Case(name)).to(on) for name in ("completion", "classify"))
-        document_nats(model, rows, task=LM, **how)
-        per_example(model, rows, task=LM, **how)
-        head_scores(head, cases.rows("classify", 3), task=Classify(), **how)
+        document_nats(model, rows, how, task=LM)
+        per_example(model, rows, how, task=LM)
+        head_scores(head, cases.rows("classify", 3), how, task=Classify())
         for decoding in (Decoding(max_new_tokens=2), Decoding(max_new_tokens=2, temperature=0.7, top_p=0.9)):
-            list(continue_prompts(model, [row.input_ids for row in rows], decoding, end=1, **how))
+            list(continue_prompts(model, [row.input_ids for row in rows], decoding, how, end=1))
     assert any(wait.kind == "read" for wait in seen.waits)  # they are for somebody to read
 
 

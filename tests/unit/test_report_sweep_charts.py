@@ -11,8 +11,7 @@ from experiments.report import formats
 from experiments.report.chapters.sweep import sweep_sections
 from experiments.report.charts import heat_map
 from experiments.report.charts.capacity import capacity_charts
-from experiments.report.charts.facets import Line, Panel, facets
-from experiments.report.charts.scale import scale
+from experiments.report.charts.facets import Line, Panel, facets, scale
 from experiments.results.analysis import Analysis, axes_of, main_axis
 from experiments.results.table import SweepTable
 from experiments.statistics.intervals import Interval

@@ -9,7 +9,7 @@ import pytest
 from experiments.report.chapters.sweep import sweep_finding, sweep_sections, sweep_tiles
 from experiments.results.analysis import Analysis
 from experiments.results.run import read_run
-from experiments.results.sweep_plan import only_planned, rows_planned
+from experiments.results.sweep import only_planned, rows_planned
 from tests.sweep_tables import cells, result, rows, words
 
 
@@ -121,7 +121,7 @@ def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
 def _cells(out, grid, ends, *, overrides=(), seeds=2):
     """The sweep of `double-descent` over a grid under some seeds, whose cells ended as `ends(cell)` says."""
     from experiments.recipe import load_recipe
-    from experiments.recipe.sweep import SweepOptions
+    from experiments.recipe.studies import SweepOptions
     from experiments.studies.cell import finish_cell
     from experiments.studies.sweep.axes import parse_grid
     from experiments.studies.sweep.command import _asked

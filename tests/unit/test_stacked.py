@@ -19,16 +19,14 @@ from experiments.studies.cell import Result, cell_of, finish_cell
 from experiments.studies.stack import stackable, stacks
 from finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
 from finetune.config import Adapter, Optimizer, Train
-from finetune.data.batches import MicroBatch
 from finetune.data.encoding import IGNORE
+from finetune.data.micro_batch import MicroBatch
 from finetune.models.load import load_backbone
 from finetune.stacked import passes
-from finetune.stacked.engine import cell_engine, shared_copy
-from finetune.stacked.footprint import estimate
-from finetune.stacked.group import Group, Run
 from finetune.stacked.host import Host
-from finetune.stacked.linear import HeadPart, Noise, Part, StackedLinear, StackedLora
-from finetune.stacked.refusing import NotStackable, refusal
+from finetune.stacked.limits import NotStackable, estimate, refusal
+from finetune.stacked.linear import Group, HeadPart, Noise, Part, Run, StackedLinear, StackedLora
+from finetune.stacked.together import cell_engine, shared_copy
 from finetune.tasks import Classify, LanguageModel, Seq2Seq
 from finetune.train.optimizer import AdapterOptimizer
 from regularizers import BAR, GGPO, SAM, BiLora, NEFTune, Plain

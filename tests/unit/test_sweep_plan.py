@@ -239,7 +239,7 @@ def test_bad_bisections(text: str, epsilon: float, words: str) -> None:
 
 
 def test_bisection_reaches_from_few_rows_to_all() -> None:
-    from finetune.data.rows import describe
+    from finetune.data.files import describe
 
     recipe = load_recipe("double-descent", [from_override("data.holdout", "0.25")]).recipe
     (train,) = describe(recipe.data.train.files)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from experiments.recipe import load_recipe
-from experiments.recipe.sweep import SweepOptions
+from experiments.recipe.studies import SweepOptions
 from experiments.results.cells import RESULT, read_result
 from experiments.run.console import Console
 from experiments.studies import queue, run_cells

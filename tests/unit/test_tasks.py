@@ -20,9 +20,10 @@ from experiments.recipe.build import build
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.compute.loss import batch_loss, find_head
 from finetune.config import Adapter, Evaluate, Mesh, Train
-from finetune.data.batches import Batches, iterate_eval
+from finetune.data.batches import Batches
 from finetune.data.chat.template import template_text
 from finetune.data.encoding import encode
+from finetune.data.inference import Inference
 from finetune.data.panel import first_batch_panel
 from finetune.data.rows import Row
 from finetune.errors import UserError
@@ -196,7 +197,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     )
     if not task.has_targets:  # which a folded head answers in the user's own units
         with torch.no_grad():
-            all_of_them = list(iterate_eval(encoded.examples, task=task, **how))
+            all_of_them = list(Inference(**how).batches(encoded.examples, task))
             total = sum(float(batch_loss(model.eval(), batch, task=task.judged())) for batch in all_of_them)
         count = sum(batch.supervised for batch in all_of_them)
         assert figures["loss"]["value"] == pytest.approx(total / count, rel=1e-4)

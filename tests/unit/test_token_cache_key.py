@@ -20,7 +20,6 @@ APART = {
     "finetune.config": "settings: their values are in the key",
     "finetune.adapters.settings": "which layer answers a regression: the layer is in the key",
     "finetune.models.meta": "which layer answers a regression: the layer is in the key",
-    "finetune.bounds": "settings: their values are in the key",
     "finetune.evaluate.bootstrap": "what a model is judged by, once rows are made",
     "finetune.evaluate.metrics": "what a model is judged by, once rows are made",
     "finetune.evaluate.judge": "what a model is judged by, once rows are made",
@@ -34,6 +33,9 @@ APART = {
     "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
     "finetune.train.trace.recorder": "which rows a run looks at",
     "finetune.compute.capabilities": "how rows that are made already come to a device",
+    "finetune.compute.numerics": "how a model reads rows that are made already",
+    "finetune.compute.precision": "how a model reads rows that are made already",
+    "experiments.recipe.resolve": "how many updates rows that are made already are for",
 }
 """What the digested source imports, and why another version of it makes no other rows."""
 

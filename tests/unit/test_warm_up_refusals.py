@@ -7,8 +7,8 @@ import pytest
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.rules import check_recipe
 from finetune.errors import UserError
+from finetune.models.backbone import check_task
 from finetune.models.load import load_backbone
-from finetune.models.task_support import check_task
 from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from tests.objective_models import save_encoder
 from tests.seq2seq_models import save_encoder_decoder

@@ -135,20 +135,15 @@ def judge_examples(
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
     from finetune.compute.numerics import evaluating
-    from finetune.compute.precision import autocast_dtype
+    from finetune.data.inference import Inference
     from finetune.evaluate.classes import judge_classes
     from finetune.evaluate.judge import head_scores
     from finetune.evaluate.perplexity import document_nats
 
-    how: dict[str, Any] = {
-        "batch_size": recipe.eval.batch_size,
-        "pad_id": int(tokenizer.pad_token_id),
-        "device": engine.device,
-        "autocast_dtype": autocast_dtype(recipe.train),
-    }
+    inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
     with evaluating(engine.judged):
         if task.one_class:
-            nats, logits = head_scores(engine.judged, examples, task=task, **how)
+            nats, logits = head_scores(engine.judged, examples, inference, task=task)
             predicted = logits.argmax(-1)
             gold = [int(example.labels) for example in examples]  # type: ignore[arg-type]
             figures = judge_classes(gold, predicted.tolist(), resamples=0, confidence=0.95, seed=0)
@@ -158,7 +153,7 @@ def judge_examples(
             return {"loss": float(nats.mean()), **values}, right
         if task.score != "perplexity":
             raise UserError("task.score: a comparison judges answers by their loss; take perplexity")
-        nats, tokens = document_nats(engine.judged, examples, task=task, **how)
+        nats, tokens = document_nats(engine.judged, examples, inference, task=task)
     _refuse_nan(nats)
     return {"loss": float(nats.sum() / tokens.sum())}, [[round(n, 4) for n in nats.tolist()], tokens.tolist()]
 

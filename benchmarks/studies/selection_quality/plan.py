@@ -11,9 +11,9 @@ from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, S
 from benchmarks.studies.selection_quality.checks import check_cells, check_method, check_study
 from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
 from experiments.recipe import from_override, recipe_key
+from experiments.recipe.auto import settled
 from experiments.recipe.config import Recipe
 from experiments.recipe.key import settings_tree, short_hash
-from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
 from experiments.studies.cell import file_digest as digest

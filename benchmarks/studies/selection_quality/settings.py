@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from benchmarks.studies.selection_quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
 from experiments.recipe.config import Recipe
-from finetune.bounds import LONGEST
-from finetune.config import check_bounds
+from finetune.config import LONGEST, check_bounds
 
 Source = Literal["selector", "matched", "form", "pool", "target", "none"]
 

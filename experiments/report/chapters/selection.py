@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 from experiments.report import formats
 from experiments.report.blocks import Block, Card, Cards, Figures, Lookup, Notes, Pairs, Part, Section, Table, Tile
 from experiments.report.charts.selection import domain_mix, histogram, projection_map
 from experiments.results.run import Run, Selection
+from selection.config import Method
 
 _DIAGNOSTICS = {
     "method": "method",
@@ -60,10 +61,8 @@ def method_name(selection: Selection) -> str:
     """`gotd` → `GOT-D`."""
     method = selection.about.get("method")
     kind = method.get("kind") if isinstance(method, dict) else method
-    names = {"gotd": "GOT-D", "gotd-contrast": "GOT-D with negatives", "random": "A random draw", "knn": "kNN"}
-    names |= {"moore-lewis": "Cross-entropy difference", "classifier": "A classifier of target against pool"}
-    names |= {"dsir": "DSIR", "tsds": "TSDS", "less": "Gradient similarity", "perplexity": "Perplexity"}
-    return {**names, "length": "Length", "domains": "Shares of domains"}.get(str(kind), "The selector")
+    titles = {one.kind: one.title for one in get_args(Method)}
+    return titles.get(str(kind), "The selector")
 
 
 def selection_tiles(selection: Selection) -> list[Tile]:

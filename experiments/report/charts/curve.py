@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from experiments.report import formats
-from experiments.report.charts.scale import Scale, scale
+from experiments.report.charts.facets import Scale, scale
 from experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
 from experiments.results.sweep import INTERPOLATION, SweepData
 from experiments.results.table import SweepTable, Where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -80,36 +81,62 @@ def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart
     return charts
 
 
+@dataclass(frozen=True)
+class _OfAnswers:
+    """A chart of what is judged of pairs of answers; `lines`: label and colour of each metric, dotted: a level."""
+
+    name: str
+    title: str
+    lines: Mapping[str, tuple[str, str]]
+    dotted: float
+    caption: str
+
+
+_OF_ANSWERS = (
+    _OfAnswers(
+        "rewards",
+        "Rewards of dev answers",
+        {"chosen_reward": ("chosen", "blue"), "rejected_reward": ("rejected", "orange")},
+        0.0,
+        "Both sides may fall while their distance grows. Dotted: 0.",
+    ),
+    _OfAnswers(
+        "accuracy", "Preference accuracy on dev", {"preference_accuracy": ("accuracy", "green")}, 0.5, "Dotted: chance."
+    ),
+    _OfAnswers(
+        "distance",
+        "Distance of dev answers from the backbone",
+        {"reference_distance": ("distance", "purple")},
+        0.0,
+        "How far the log-likelihood of an answer has moved, up or down. Dotted: the backbone.",
+    ),
+)
+
+
 def preferences(metrics: Metrics) -> list[Chart]:
-    """What held-out answers are worth to the model along the steps: rewards of both sides, and pairs in the right
-    order; nothing where no stage was judged by them."""
+    """What held-out answers are worth to the model along the steps: rewards of both sides, pairs in the right order,
+    and how far answers are from the backbone; nothing where no stage was judged by them."""
     charts = []
     for stage in metrics.stages:
-        drawn = {
-            "rewards": {"chosen_reward": ("chosen", "blue"), "rejected_reward": ("rejected", "orange")},
-            "accuracy": {"preference_accuracy": ("accuracy", "green")},
-        }
-        for name, lines in drawn.items():
-            found = {key: metrics.series(stage, "dev", key) for key in lines}
+        for drawn in _OF_ANSWERS:
+            found = {key: metrics.series(stage, "dev", key) for key in drawn.lines}
             curves = {key: [(t, v) for t, v in curve if math.isfinite(v)] for key, curve in found.items()}
             if not all(curves.values()):
                 continue
             with Canvas(540, 300) as canvas:
-                shares = name == "accuracy"
-                axis = "share of pairs in the right order" if shares else "implicit reward"
+                axis = metric_of(list(drawn.lines)[-1]).unit
                 ax = canvas.axes(y=axis, x="optimizer updates of the stage", right=110)
                 ends: list[tuple[float, float, str, str]] = []
                 for key, curve in curves.items():
-                    label, token = lines[key]
+                    label, token = drawn.lines[key]
                     steps, values = [t for t, _ in curve], [v for _, v in curve]
                     ax.plot(steps, values, color=colour(token), linewidth=2, marker="o", markersize=4.5, clip_on=False)
                     ends.append((max(steps), values[-1], f"{label} {formats.number(values[-1])}", token))
-                ax.axhline(0.5 if shares else 0.0, color=colour("muted"), linewidth=1, linestyle=":")
+                ax.axhline(drawn.dotted, color=colour("muted"), linewidth=1, linestyle=":")
                 ax.margins(x=0.01, y=0.08)
                 label_ends(ax, ends, height=226)
-                title = "Preference accuracy on dev" if shares else "Rewards of dev answers"
-                said = "Dotted: chance." if shares else "Both sides may fall while their distance grows. Dotted: 0."
-                charts.append(canvas.chart(f"{name}-{slug(stage)}", title=f"{title} · {stage}", caption=said))
+                title = f"{drawn.title} · {stage}"
+                charts.append(canvas.chart(f"{drawn.name}-{slug(stage)}", title=title, caption=drawn.caption))
     return charts
 
 

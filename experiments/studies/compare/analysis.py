@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe.comparison import Comparison
+from experiments.recipe.studies import Comparison
 from experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
-from experiments.studies.compare.plan import Plan
-from experiments.studies.compare.run import Outcome, Result
+from experiments.studies.compare.plan import Outcome, Plan, Result
 from finetune.evaluate.metrics import metric_of
 from finetune.seeds import numpy_generator
 

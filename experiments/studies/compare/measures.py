@@ -58,18 +58,15 @@ class Measures:
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
     from finetune.compute.numerics import evaluating
-    from finetune.compute.precision import autocast_dtype
+    from finetune.data.inference import Inference
     from finetune.evaluate.judge import head_scores
 
     with evaluating(engine.judged):
         _, logits = head_scores(
             engine.judged,
             prepared.test,
+            Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
             task=recipe.task,
-            batch_size=recipe.eval.batch_size,
-            pad_id=int(tokenizer.pad_token_id),
-            device=engine.device,
-            autocast_dtype=autocast_dtype(recipe.train),
         )
     return "".join(
         "1" if p == e.labels else "0" for p, e in zip(logits.argmax(-1).tolist(), prepared.test, strict=True)
@@ -82,13 +79,11 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     from finetune.compute.loss import batch_loss, with_reference
     from finetune.compute.numerics import evaluating
     from finetune.compute.precision import autocast
-    from finetune.data.batches import iterate_eval
+    from finetune.data.inference import Inference
     from regularizers.sharpness import FullSpace, Objective, expected_rise
 
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]
-    batches = list(
-        iterate_eval(rows, task=recipe.task, batch_size=recipe.eval.batch_size, pad_id=int(tokenizer.pad_token_id))
-    )
+    batches = list(Inference.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))
     count = sum(micro.supervised for micro in batches)
     if recipe.task.has_reference:  # of the weights as they are
         with autocast(recipe.train, engine.device):

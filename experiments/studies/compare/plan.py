@@ -1,28 +1,34 @@
-"""From a recipe's `comparison` block to cells, each a resolved recipe with a key; what is wrong is refused here."""
+"""From a recipe's `comparison` block to cells, each a resolved recipe with a key; what is wrong is refused here.
+
+A task's file marks its rows by `split`. They are written apart once, beside the cells, so that a cell is a recipe like
+any other: `flatshift train` of its recipe.resolved.yaml is the same run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from experiments.recipe import Resolved, from_override, recipe_key
-from experiments.recipe.comparison import Comparison
+from experiments.recipe.auto import settled
 from experiments.recipe.config import Recipe
 from experiments.recipe.key import short_hash
-from experiments.recipe.precision import settled
 from experiments.recipe.resolve import resolve_tree
+from experiments.recipe.studies import Comparison, StudyTask
 from experiments.recipe.tree import Branch
 from experiments.studies.cell import Cell, file_digest, settings_digests
 from experiments.studies.compare.measures import Measures
-from experiments.studies.compare.rows import Judged, TaskRows, task_rows
 from experiments.studies.compare.tuning import Setting, first_trials
 from experiments.studies.study import chosen, locate, study_recipe
-from finetune.atomic import sweep_leftovers
+from finetune.atomic import sweep_leftovers, write_text
+from finetune.config import Files, TrainFiles
 from finetune.errors import UserError
+from finetune.seeds import derive
 from regularizers.config import RegularizerConfig
 
 Kind = Literal["trial", "final", "equal-time"]
@@ -195,6 +201,27 @@ class Plan:
         return settled(resolve_tree(self._tree, laid, name=self.resolved.name))
 
 
+Result = dict[str, Any]
+"""What `found_of` makes of a cell's result."""
+Pair = tuple[str, str]
+
+
+@dataclass
+class Outcome:
+    """All results of a comparison."""
+
+    trials: dict[Pair, list[tuple[Run, Result]]] = field(default_factory=dict)
+    chosen: dict[Pair, Setting] = field(default_factory=dict)
+    """Setting of the final runs of (method, task)."""
+    edge: dict[Pair, bool] = field(default_factory=dict)
+    """Whether the best learning rate still lies on an edge of those tried."""
+    finals: dict[Pair, list[Result]] = field(default_factory=dict)
+    """By seed."""
+    step_ratio: dict[str, float] = field(default_factory=dict)
+    """CPU time of a method's step ÷ the baseline's: median over tasks and seeds."""
+    equal_time: dict[Pair, list[Result]] = field(default_factory=dict)
+
+
 def _beside(recipe: Recipe) -> list[Any]:
     """Digests of what a recipe reads beside its task's rows; nothing for most."""
     found: list[Any] = settings_digests(recipe)
@@ -223,3 +250,81 @@ def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Co
         raise UserError(f"nothing to compare with {study.baseline!r}: name another method with --methods")
     controls = {control: of for control, of in study.controls.items() if control in kept and of in kept}
     return dataclasses.replace(study, tasks=kept_tasks, methods=kept, controls=controls)
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+_SPLIT = "split"
+Judged = Literal["validation", "test"]
+
+
+@dataclass(frozen=True)
+class TaskRows:
+    """Records of one task."""
+
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    test: list[dict[str, Any]]
+    classes: tuple[str, ...] | None
+    """Of all training rows, those set apart for validation among them; None for a task without."""
+
+    def write(self, folder: Path) -> None:
+        """One file a split."""
+        for split in ("train", "validation", "test"):
+            lines = [json.dumps(record, ensure_ascii=False, default=str) for record in getattr(self, split)]
+            write_text(folder / f"{split}.jsonl", "\n".join(lines) + "\n")
+
+    def lay(self, recipe: Recipe, own: StudyTask, folder: Path, judged: Judged) -> Recipe:
+        """`recipe` on these rows, which lie in `folder`: a subset that its seed draws, judged on the rows asked for.
+
+        There is no dev set, so the last step's adapter is taken.
+        """
+        train = TrainFiles(files=(str(folder / "train.jsonl"),), limit=min(own.train, len(self.train)))
+        data = dataclasses.replace(
+            recipe.data,
+            train=train,
+            dev=Files(),
+            test=Files(files=(str(folder / f"{judged}.jsonl"),)),
+            holdout=0.0,
+        )
+        task = recipe.task.with_classes(self.classes)
+        return dataclasses.replace(recipe, data=data, task=task, eval=dataclasses.replace(recipe.eval, train_limit=0))
+
+
+def task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
+    """The rows of a task; the draws do not depend on any seed of a run.
+
+    Validation rows come out of the training split, so that the official development split, where it serves as test, is
+    seen once.
+    Raises UserError for bad rows, rows without a `split`, or too few of them.
+    """
+    from finetune.data.rows import limit_rows, read_rows
+
+    task, data = recipe.task, recipe.data
+    found = list(
+        read_rows(
+            [file],
+            columns=data.columns,
+            required=task.columns(),
+            label=task.read_label,
+            bad_rows=data.bad_rows,
+            skipped=[],
+        )
+    )
+    train = [row for row in found if row.values.get(_SPLIT) == "train"]
+    tested = [row for row in found if row.values.get(_SPLIT) == own.test_split]
+    if not train or not tested:
+        there = ", ".join(sorted({str(row.values.get(_SPLIT)) for row in found}))
+        raise UserError(f"{file}: the column 'split' must mark 'train' and {own.test_split!r} rows; it has {there}")
+    if own.validation >= len(train):
+        raise UserError(f"{file}: {own.validation} validation rows leave nothing of {len(train)} rows to train on")
+    chosen = limit_rows(range(len(train)), own.validation, seed=derive(0, "comparison", "validation"))
+    apart = set(chosen)
+    limited = limit_rows(tested, min(own.test, len(tested)), seed=derive(0, "comparison", "test rows"))
+    return TaskRows(
+        [row.record for i, row in enumerate(train) if i not in apart],
+        [train[i].record for i in chosen],
+        [row.record for row in limited],
+        task.class_names(train),
+    )

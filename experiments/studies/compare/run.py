@@ -1,4 +1,5 @@
-"""Runs a comparison: trials, further rounds, final runs, equal-time runs.
+"""Runs a comparison: trials, further rounds, final runs, equal-time runs, and the analysis; again, it goes on where it
+stopped.
 
 What is decided on the way (best settings, steps at equal time) is computed from the results, so a restart decides the
 same.
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from experiments.recipe.tree import Branch
 from experiments.run.console import Console
-from experiments.studies.compare.plan import Plan, Run
+from experiments.studies.compare.analysis import analyse
+from experiments.studies.compare.plan import Outcome, Pair, Plan, Result, Run
 from experiments.studies.compare.tuning import (
     FAILED,
     Score,
@@ -26,30 +28,10 @@ from experiments.studies.compare.tuning import (
     on_edge,
     together,
 )
-from experiments.studies.study import Batches, claim_study
+from experiments.studies.study import Batches, carry_out, claim_study
 from finetune.atomic import write_json
 from finetune.errors import UserError
 from finetune.evaluate.metrics import metric_of
-
-Result = dict[str, Any]
-"""What `found_of` makes of a cell's result."""
-Pair = tuple[str, str]
-
-
-@dataclass
-class Outcome:
-    """All results of a comparison."""
-
-    trials: dict[Pair, list[tuple[Run, Result]]] = field(default_factory=dict)
-    chosen: dict[Pair, Setting] = field(default_factory=dict)
-    """Setting of the final runs of (method, task)."""
-    edge: dict[Pair, bool] = field(default_factory=dict)
-    """Whether the best learning rate still lies on an edge of those tried."""
-    finals: dict[Pair, list[Result]] = field(default_factory=dict)
-    """By seed."""
-    step_ratio: dict[str, float] = field(default_factory=dict)
-    """CPU time of a method's step ÷ the baseline's: median over tasks and seeds."""
-    equal_time: dict[Pair, list[Result]] = field(default_factory=dict)
 
 
 def run_study(
@@ -199,3 +181,47 @@ def _equal_steps(plan: Plan, out: Path, outcome: Outcome, pair: Pair) -> int | N
     if kept[method] <= plan.study.equal_time_above:
         return None
     return max(1, round(plan.steps(task) / kept[method]))
+
+
+# ---------------------------------------------------------------------------------------------------------- the command
+
+
+DOCUMENT = "comparison.json"
+
+
+def compare(
+    recipe: str,
+    out: Path,
+    *,
+    data: Path | None = None,
+    overrides: Sequence[Branch] = (),
+    methods: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    jobs: int = 2,
+    quiet: bool = False,
+    on_cell: Callable[[Path], None] = lambda path: None,
+    page: Callable[[dict[str, Any]], str] | None = None,
+) -> dict[str, Any]:
+    """Run the comparison of `recipe` into `out` and return what comparison.json holds.
+
+    Args:
+        recipe: file or shipped name with a `comparison` block.
+        data: directory of the tasks' files.
+        methods, tasks: only these (the baseline always); empty: all.
+        jobs: worker processes, one thread each.
+        on_cell: told the file of each cell that this call finished.
+        page: draws report.html of the document.
+
+    Raises:
+        UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
+    """
+
+    def measure(plan: Plan, console: Console) -> dict[str, Any]:
+        return analyse(plan, run_study(plan, out, jobs=jobs, console=console, on_cell=on_cell))
+
+    def plan() -> Plan:
+        return Plan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
+
+    return carry_out(
+        f"flatshift compare {recipe}", out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet
+    )

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.recipe.comparison import Comparison, StudyMethod
+from experiments.recipe.studies import Comparison, StudyMethod
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved
 from experiments.recipe.config import Sweep
-from experiments.recipe.sweep import SweepOptions
+from experiments.recipe.studies import SweepOptions
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
-from experiments.statistics.sequential import Look, looks
+from experiments.statistics.peak import Look, looks
 from experiments.studies.cell import Cell
 from experiments.studies.devices import Places, choose_devices
 from experiments.studies.directory import results_of, stale_keys
@@ -34,15 +34,17 @@ from experiments.studies.sweep.axes import Axes, Design, as_values, count_of, pa
 from experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.studies.sweep.directory import (
     PLANNED,
+    Part,
     check_directory,
     check_finished,
+    check_parts,
     claim,
     count_others,
+    merge,
     note_finished,
     refuse_other_plan,
     write_marker,
 )
-from experiments.studies.sweep.parts import Part, check_parts, merge
 from experiments.studies.sweep.plan import Base
 from experiments.studies.sweep.table import Row, write_table
 from finetune.config import Record

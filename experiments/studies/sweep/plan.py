@@ -53,8 +53,8 @@ class Base:
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
     def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
-        """The same with its precisions settled; arguments as in `experiments.recipe.precision.settled`."""
-        from experiments.recipe.precision import settled_tree
+        """The same with its precisions settled; arguments as in `experiments.recipe.auto.settled`."""
+        from experiments.recipe.auto import settled_tree
 
         tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
         return Base(tree, self.name, resolve_tree(tree, (), name=self.name))

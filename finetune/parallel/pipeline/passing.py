@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...compute.loss import Batch
 from ...config import Mesh
-from ...models.key_value_cache import NAMES
+from ...models.anatomy import NAMES
 from ..mesh import TOKENS, World
 from .pieces import Piece
 from .plan import rank_of

@@ -46,9 +46,13 @@ class PipelineRunner:
         self.total = mesh.pp * self.virtual
         indices = stages_of(world.index("pp"), pp=mesh.pp, virtual=self.virtual, schedule=mesh.schedule)
         assert len(indices) == len(parts), (indices, len(parts))
-        self.stages = [Stage(parts[i], index, self.total) for i, index in enumerate(indices)]
-        self.passing = Passing(self.stages, mesh=mesh, world=world)
         self._anatomy = Anatomy.of(parts[0])
+        scatters = mesh.tp > 1 and not mesh.sequence_parallel and self._anatomy.width % mesh.tp == 0
+        group = world.group("tp") if scatters else None
+        self.stages = [Stage(parts[i], index, self.total, scattered=group) for i, index in enumerate(indices)]
+        self._share = (mesh.tp if mesh.sequence_parallel else 1, mesh.tp if scatters else 1)
+        """By what tokens and width of the hidden states are divided that a tensor-parallel rank sends."""
+        self.passing = Passing(self.stages, mesh=mesh, world=world)
         self._encoder = len(self._anatomy.run(self._anatomy.stacks[0])) if len(self._anatomy.stacks) > 1 else None
         self._alive = self._which_need_gradients()
         self._starts = self._first_blocks()
@@ -79,9 +83,11 @@ class PipelineRunner:
         """Meta tensors of what `stage` receives."""
         rows, tokens = piece.inputs["input_ids"].shape
         width, grad = self._anatomy.width, self._alive[stage - 1]
+        tokens_by, width_by = self._share
 
         def meta(length: int) -> Tensor:
-            return torch.empty(rows, length, width, dtype=dtype, device="meta", requires_grad=grad)
+            shape = (rows, length // tokens_by, width // width_by)
+            return torch.empty(*shape, dtype=dtype, device="meta", requires_grad=grad)
 
         if self._encoder is None or self._starts[stage] <= self._encoder:
             return (meta(tokens),)
@@ -251,17 +257,15 @@ class PipelineRunner:
 
     # ------------------------------------------------------------------ the head
 
-    def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
+    def find_head(self, probe: dict[str, Tensor], *, task: Task) -> Head | None:
         """The head whose loss needs no logits, agreed by all ranks; None on ranks without the last stage, too.
 
         Args:
-            inputs: model keyword arguments of some rows. Collective over the whole mesh.
+            probe: of `finetune.compute.loss.head_probe`. Collective over the whole mesh.
         """
-        rows = len(next(iter(inputs.values())))
-        one = {name: v[:1] if isinstance(v, Tensor) and v.ndim and len(v) == rows else v for name, v in inputs.items()}
         with evaluating(self.parts):
             found = self.passing.forward(
-                [one], lambda part, piece: find_head(part, piece.inputs, task=task), share=False
+                [probe], lambda part, piece: find_head(part, piece.inputs, task=task), share=False
             )
         has_last = self.stages[-1].is_last
         refused = torch.tensor(float(has_last and found[0] is None), device=self.world.device)

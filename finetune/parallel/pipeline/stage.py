@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..tensor import borders
 from .absent import Inlet, Outlet
 
 Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
@@ -37,14 +39,18 @@ class Stage(nn.Module):
     Called as `stage(*received, piece=index)` between `begin` and `end`; `run` is a single forward pass.
     """
 
-    def __init__(self, part: nn.Module, index: int, stages: int) -> None:
+    def __init__(self, part: nn.Module, index: int, stages: int, *, scattered: dist.ProcessGroup | None = None) -> None:
         """
         Args:
             part: the model, cut.
             index: which stage it is, of `stages`.
+            scattered: tensor-parallel ranks of the stage, each of which sends its part of the hidden states' last dim;
+                those of the next stage gather them (scatter/gather of PTD-P, 2104.04473 §4.1). None: what a rank has
+                is what it sends.
         """
         super().__init__()
         self.part, self.index, self.total = part, index, stages
+        self._scattered = scattered
         self.is_last = index == stages - 1
         self._inlets = sorted((m for m in part.modules() if isinstance(m, Inlet)), key=lambda inlet: inlet.slot)
         self._outlets = [m for m in part.modules() if isinstance(m, Outlet)]
@@ -77,7 +83,10 @@ class Stage(nn.Module):
         """Hidden states for the next stage, or the loss of the piece (a scalar) on the last; during an update."""
         number = int(piece)
         with self._around(number, self.index):
-            out = self.run(received if self.index else (), self._pieces[number], self._loss)
+            whole = tuple(self._gathered(tensor) for tensor in received) if self.index else ()
+            out = self.run(whole, self._pieces[number], self._loss)
+            if not self.is_last:
+                out = tuple(self._own(tensor) for tensor in out)
         if not self.is_last and any(tensor.dtype != self._dtype for tensor in out):
             raise RuntimeError(f"stage {self.index} gives {[t.dtype for t in out]} where {self._dtype} was agreed")
         if number == len(self._pieces) - 1:
@@ -109,6 +118,14 @@ class Stage(nn.Module):
         out, outlet.taken = outlet.taken, ()
         # what is only passed on must not be the received leaf itself
         return tuple(t.view_as(t) if any(t is r for r in received) else t.contiguous() for t in out)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """(rows, T, D) → (rows, T, D/tp)."""
+        return tensor if self._scattered is None else borders.split(tensor, -1, self._scattered)
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """(rows, T, D/tp) → (rows, T, D)."""
+        return tensor if self._scattered is None else borders.join(tensor, -1, self._scattered)
 
     # ------------------------------------------------------------------ FSDP2 inside a stage
 

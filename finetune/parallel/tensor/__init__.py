@@ -6,7 +6,7 @@ tokens.
 """
 
 from .apply import tensor_parallel
-from .check import check_tensor_plan
+from .plans import check_tensor_plan
 from .vocabulary import VocabularySlice, vocabulary_cross_entropy
 
 __all__ = ["VocabularySlice", "check_tensor_plan", "tensor_parallel", "vocabulary_cross_entropy"]

@@ -14,8 +14,7 @@ from ...models.weight_names import canonical
 from ..layout import Layout, Slice
 from ..mesh import World
 from . import borders
-from .check import check_tensor_plan
-from .plans import Found, FoundRegion, find
+from .plans import Found, FoundRegion, check_tensor_plan, find
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -127,7 +126,8 @@ def _held(size: int, cutter: Cutter, group: dist.ProcessGroup) -> VocabularySlic
 
 
 def _split_tokens(found: Found, cutter: Cutter, group: dist.ProcessGroup) -> None:
-    """Between the first present block's input and the last norm's (else block's) output a rank has its tokens only."""
+    """Between the first block's input and the last norm's output a rank has its tokens only, and so what one pipeline
+    stage sends to the next."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
@@ -138,9 +138,10 @@ def _split_tokens(found: Found, cutter: Cutter, group: dist.ProcessGroup) -> Non
         return borders.join(output, borders.TOKENS, group) if torch.is_grad_enabled() else output
 
     blocks = list(found.blocks.values())
-    blocks[0].register_forward_pre_hook(before)
-    last = found.norm if found.norm is not None else blocks[-1]
-    last.register_forward_hook(after)
+    if next(iter(found.blocks)).endswith(".0"):
+        blocks[0].register_forward_pre_hook(before)
+    if found.norm is not None:
+        found.norm.register_forward_hook(after)
     for module in (*blocks, *filter(None, [found.norm])):
         cutter.summed(module)
 

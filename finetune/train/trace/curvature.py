@@ -20,7 +20,7 @@ from regularizers.sharpness.spaces import Loss, Purpose
 
 from ...compute.loss import Head, batch_loss
 from ...config import Optimizer
-from ...data.batches import MicroBatch
+from ...data.micro_batch import MicroBatch
 from .files import stability_threshold
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...compute.loss import IGNORED, Head, aligned
-from ...compute.numerics import evaluating, forward_precision
-from ...data.batches import MicroBatch, iterate_eval
+from ...compute.numerics import evaluating
 from ...data.example import Example
+from ...data.inference import Inference
+from ...data.micro_batch import MicroBatch
 from ...models.anatomy import vocabulary_size
 
 if TYPE_CHECKING:
@@ -31,12 +32,9 @@ _TOKENS = 256
 def per_example(
     model: nn.Module,
     examples: Sequence[Example],
+    inference: Inference,
     *,
     task: Task,
-    batch_size: int,
-    pad_id: int,
-    device: torch.device | str = "cpu",
-    autocast_dtype: torch.dtype | None = None,
     head: Head | None = None,
 ) -> Judged:
     """Judge every example alone in its row (those that training packs are unpacked here).
@@ -50,18 +48,12 @@ def per_example(
     loss = np.zeros(len(examples))
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))
     whole = not task.by_example and head is None
-    batches = iterate_eval(
-        examples,
-        task=task,
-        batch_size=batch_size,
-        pad_id=pad_id,
-        max_tokens=_LOGITS // vocabulary_size(model) if whole else None,
-    )
+    most = _LOGITS // vocabulary_size(model) if whole else None
     with evaluating(model):
-        for micro in batches:
-            batch = micro.to(device)
+        for micro in inference.batches(examples, task, max_tokens=most):
+            batch = micro.to(inference.device)
             index = np.array([row[0] for row in micro.rows])
-            with forward_precision(device, autocast_dtype):
+            with inference.precision():
                 if task.by_example:
                     logits = model(**batch.inputs).logits.float()
                     nats = task.example_losses(logits, batch.labels)
@@ -85,16 +77,8 @@ def _tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) 
     if head is None:
         return _judge(model(**batch.inputs).logits, batch.labels, task, lambda logits: logits)
     linear = head.linear
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def watch(hidden: Tensor) -> Tensor:
-        found.append(_judge(hidden, batch.labels, task, lambda part: F.linear(part, linear.weight, linear.bias)))
-        return hidden.new_zeros(1, 1, 1)
-
-    with head.computing(watch):
-        model(**batch.inputs)
-    (only,) = found
-    return only
+    logits_of = lambda part: F.linear(part, linear.weight, linear.bias)  # noqa: E731
+    return head.taken(lambda hidden: _judge(hidden, batch.labels, task, logits_of), lambda: model(**batch.inputs))
 
 
 def _judge(

@@ -16,10 +16,10 @@ import numpy as np
 
 from ...atomic import write_json
 from ...compute.loss import Head
-from ...compute.precision import autocast_dtype
 from ...config import Record
-from ...data.batches import MicroBatch, iterate_eval
 from ...data.example import Example
+from ...data.inference import Inference
+from ...data.micro_batch import MicroBatch
 from ...data.rows import limit_rows
 from ...errors import UserError
 from ...launch import watchdog
@@ -95,7 +95,13 @@ class Recorder:
     """Drives a `Recording` through one stage; without one it does nothing."""
 
     def __init__(
-        self, stage: TrainingStage, engine: Engine, optimizer: AdapterOptimizer, *, head: Head | None, pad_id: int
+        self,
+        stage: TrainingStage,
+        engine: Engine,
+        optimizer: AdapterOptimizer,
+        inference: Inference,
+        *,
+        head: Head | None,
     ) -> None:
         """Raises UserError on a mesh: what is recorded is of whole tensors in one process."""
         self._recording = recording = stage.recording
@@ -107,7 +113,7 @@ class Recorder:
                 "record: a run on a mesh is not recorded; leave every axis of mesh at 1, or leave the block out"
             )
         self._stage, self._engine, self._optimizer = stage, engine, optimizer
-        self._head, self._pad_id, self._run = head, pad_id, stage.run
+        self._head, self._inference, self._run = head, inference, stage.run
         self._steps = frozenset(recorded_steps(recording.record, stage.train.steps))
         self._layers = AdaptedLayers(engine.model) if recording.record.dynamics else None
         self._update: dict[str, float | None] = {}
@@ -167,24 +173,14 @@ class Recorder:
         return figures
 
     def _judge(self, examples: Sequence[Example]) -> Judged:
-        return per_example(
-            self._engine.model,
-            examples,
-            task=self._stage.task,
-            batch_size=self._stage.evaluate.batch_size,
-            pad_id=self._pad_id,
-            device=self._engine.device,
-            autocast_dtype=autocast_dtype(self._stage.train),
-            head=self._head,
-        )
+        return per_example(self._engine.model, examples, self._inference, task=self._stage.task, head=self._head)
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
         from regularizers.errors import RegularizerError
 
         from .curvature import FIRST, curvature_figures, mean_squares, rate_line
 
-        task, size, stage = self._stage.task, self._stage.evaluate.batch_size, self._stage
-        model, parameters = self._engine.model, self._engine.parameters
+        stage, model, parameters = self._stage, self._engine.model, self._engine.parameters
         try:
             if step:
                 preconditioner = self._optimizer.preconditioner()
@@ -194,7 +190,7 @@ class Recorder:
                 preconditioner = self._optimizer.first_preconditioner(squares)
             figures = curvature_figures(
                 model,
-                self._loss(iterate_eval(rows, task=task, batch_size=size, pad_id=self._pad_id)),
+                self._loss(self._inference.batches(rows, stage.task)),
                 parameters=parameters,
                 preconditioner=preconditioner,
                 seed=derive(stage.seed, "record", "sharpness"),

@@ -1,21 +1,28 @@
-"""`auto` of a recipe's precisions, settled once: what is printed, written down, and kept on every later machine."""
+"""What `auto` of a recipe settles on, decided once: precisions, printed, written down and kept on every later machine,
+and `mesh.auto`, one mesh for all ranks as flags that every rank understands.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.recipe.build import build
 from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved, read_origins, resolve_tree
-from experiments.recipe.tree import Tree, from_override, merge, parse_file
-from finetune.config import Precision, Train
-from finetune.errors import UserError
+from experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
+from finetune import assets
+from finetune.config import Mesh, Precision, Train
+from finetune.errors import UserError, user_path
+from finetune.launch import consistency, failure, spawn
+from finetune.planner.auto_mesh import resolve
+from finetune.planner.layouts import AXES
 
 PRECISION, BACKBONE = "precision", "backbone_precision"
 
@@ -139,7 +146,6 @@ def _decide(
 
 def _kept_in(recipe: Recipe) -> tuple[str, str]:
     """`train.backbone_precision` for `auto`, and why: narrow weights only where wide ones do not fit."""
-    from experiments.recipe.mesh import backbone_directory
     from finetune.figures import gib
     from finetune.planner.devices import at_hand
     from finetune.planner.footprint import Sizes, footprint
@@ -171,3 +177,71 @@ def _with(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved
     recipe = dataclasses.replace(resolved.recipe, train=dataclasses.replace(resolved.recipe.train, **laid))
     origins = {f"train.{key}": origin for key, (_, origin) in values.items()}
     return Resolved(recipe, resolved.name, {**resolved.origins, **origins})
+
+
+# ------------------------------------------------------------------------------------------------------------ mesh.auto
+
+
+def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[str]:
+    """Flags that put a mesh in place of `mesh.auto`; none where the recipe does not ask for one.
+
+    The reasons go to stderr. Among ranks that a launcher started, rank 0 decides for all.
+
+    Args:
+        given: where a run is continued, the axes that were named now; the others are chosen anew. None: all that are
+            set stay.
+
+    Raises:
+        UserError: no mesh of so many ranks is possible; or the backbone cannot be found.
+    """
+    if not recipe.mesh.auto:
+        return []
+    asked = recipe.mesh
+    if given is not None:
+        anew: dict[str, Any] = {axis: 1 for axis in AXES if axis not in given}
+        asked = dataclasses.replace(asked, **anew)
+    text = ""
+    if failure.rank() == 0:
+        mesh, reasons = _resolve(recipe, asked)
+        print("\n".join(reasons), file=sys.stderr, flush=True)
+        text = json.dumps(axis_flags(mesh))
+    return json.loads(consistency.word_of_main("mesh", text))
+
+
+def axis_flags(mesh: Mesh) -> list[str]:
+    """The axes of `mesh` as flags."""
+    return [*(f"--mesh.{axis}={getattr(mesh, axis)}" for axis in AXES), "--mesh.auto=false"]
+
+
+def named_axes(overrides: Iterable[Branch]) -> set[str]:
+    """The mesh settings among command-line overrides."""
+    meshes = [override.children.get("mesh") for override in overrides]
+    return {name for mesh in meshes if isinstance(mesh, Branch) for name in mesh.children}
+
+
+def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
+    processes = node = None
+    if spawn.launched():
+        processes = int(os.environ["WORLD_SIZE"])
+        node = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return resolve(
+        asked,
+        backbone=backbone_directory(recipe.backbone),
+        adapter=recipe.adapter,
+        train=recipe.train,
+        task=recipe.task,
+        regularizer=recipe.regularizer,
+        batch_sizes=[] if recipe.warmup is None else [recipe.warmup.batch_size],
+        processes=processes,
+        node=node,
+    )
+
+
+def backbone_directory(name: str) -> Path:
+    """Where the files of the backbone `name` lie; asks the hub, and so imports torch, only for a hub name."""
+    found = assets.backbone(name) or user_path(name)
+    if (found / "config.json").is_file():
+        return found
+    from finetune.models.backbone import open_backbone  # asks the hub, and imports torch
+
+    return open_backbone(name).directory

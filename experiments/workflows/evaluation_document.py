@@ -1,0 +1,304 @@
+"""What evaluation.json says: figures of every subject, differences on the same draws of rows, and both by group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from experiments.workflows.build import shown
+from experiments.workflows.few_shot import FewShot, Ranked, mcnemar
+from experiments.workflows.subjects import Subject
+from finetune.data.files import expand
+from finetune.data.rows import Row
+from finetune.errors import UserError
+from finetune.evaluate.bootstrap import Figure, group_interval
+from finetune.evaluate.metrics import metric_of
+from finetune.seeds import derive
+
+_FEW = 10
+"""Rows below which a group's figures are called rough."""
+
+
+@dataclass
+class Findings:
+    """Figures of all subjects on all splits, and what can be asked of them further."""
+
+    intervals: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """subject → split → metric → interval"""
+    figures: dict[tuple[str, str], dict[str, Figure]] = field(default_factory=dict)
+    rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    """Where each example of a subject and split comes from."""
+    notes: list[str] = field(default_factory=list)
+    ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
+    """How a subject answered a split, where it was asked by a prompt."""
+    written: list[Mapping[str, Any]] = field(default_factory=list)
+    """Lines of generations.jsonl."""
+    said: list[tuple[str, Mapping[str, Sequence[Any]]]] = field(default_factory=list)
+    """A split and the columns of predictions.parquet, of each subject in turn."""
+
+
+def document_of(
+    subjects: Sequence[Subject],
+    found: Findings,
+    splits: Mapping[str, Sequence[Row]],
+    data: Sequence[str],
+    *,
+    group_by: str | None,
+    few_shot: FewShot | None,
+    trained: Sequence[str],
+) -> dict[str, Any]:
+    """What evaluation.json holds of `splits`, the rows that all subjects were judged on.
+
+    Raises UserError for a value in `trained` that no row has.
+    """
+    from finetune.evaluate.text import language
+    from finetune.models.backbone import open_backbone
+
+    config = subjects[0].recipe.eval
+    values = {
+        split: [str(row.values[group_by]) for row in rows] if group_by else [""] for split, rows in splits.items()
+    }
+    groups = sorted({value for part in values.values() for value in part} if group_by else [])
+    if unknown := sorted(set(trained) - set(groups)):
+        raise UserError(f"--trained: no row has {group_by or 'a --group-by column'} {unknown[0]!r}")
+    described = [language(group) for group in groups]
+    languages = all(described) and bool(groups)
+
+    def places(subject: str, split: str, chosen: Sequence[str] | None) -> np.ndarray:
+        """Numbers of the rows of the split that belong to the groups, as the subject's figures count them."""
+        where = found.rows[subject, split]
+        if chosen is None:
+            return np.arange(len(where))
+        of = {row.where: value for row, value in zip(splits[split], values[split], strict=True)}
+        return np.array([i for i, place in enumerate(where) if of[place] in set(chosen)], dtype=np.int64)
+
+    def draw(split: str) -> dict[str, Any]:
+        seed = derive(subjects[0].recipe.train.seed, "bootstrap", split)
+        return {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
+
+    def of_groups(name: str, split: str, chosen: Sequence[Sequence[str]], base: str | None = None) -> dict[str, Any]:
+        """Every metric over the groups together (one list), or the mean of each over several lists."""
+        mine = found.figures[name, split]
+        theirs = None if base is None else _aligned(found, name, base, split)
+        result = {}
+        for metric, figure in mine.items():
+            if base is not None and (metric_of(metric).is_floor or metric in (*apart[name, base], "fertility")):
+                continue
+            if len(chosen) > 1 and "perplexity" in metric:
+                continue  # the mean of exponentials is the worst one's
+            if theirs is not None and metric not in theirs:
+                continue
+            parts = [places(name, split, one) for one in chosen]
+            interval = group_interval(figure, parts, None if theirs is None else theirs[metric], **draw(split))
+            if interval is not None:
+                result[metric] = interval
+        return result
+
+    tokenizers = {s.name: open_backbone(s.recipe.backbone).text_digests.get("tokenizer.json") for s in subjects}
+    per_token = {"loss", "perplexity", "fertility"}
+    references = _references(subjects)
+    apart = {
+        (name, base): per_token if tokenizers[name] != tokenizers[base] else set() for name, base in references.items()
+    }
+    differences = {
+        f"{name} − {base}": {split: of_groups(name, split, [None], base) for split in splits}  # type: ignore[list-item]
+        for name, base in references.items()
+    }
+    document: dict[str, Any] = {
+        "subjects": [_about(subject, references.get(subject.name)) for subject in subjects],
+        "data": [str(path) for path in expand(data)] if data else None,
+        "rows": {split: len(rows) for split, rows in splits.items()},
+        "figures": found.intervals,
+        "differences": differences,
+        "notes": found.notes,
+    }
+    if few_shot is not None:
+        document["few_shot"] = _asked(few_shot, found, list(splits), references)
+    if any(apart.values()) and few_shot is None:
+        document["notes"].append(
+            "Tokenizers differ, so figures per token are not comparable between subjects: compare by byte, character "
+            "or word."
+        )
+    if group_by:
+        families: dict[str, list[str]] = {}
+        for group, told in zip(groups, described, strict=True):
+            families.setdefault(told[1] if told and languages else "", []).append(group)
+        counts = {group: sum(part.count(group) for part in values.values()) for group in groups}
+        if few := [group for group in groups if counts[group] < _FEW]:
+            document["notes"].append(
+                f"{len(few)} of {len(groups)} groups have fewer than {_FEW} rows (first {few[0]!r}): their figures are "
+                "rough, and of one row there is no interval."
+            )
+        document["group_by"] = {
+            "column": group_by,
+            "rows": counts,
+            "names": {g: told[0] for g, told in zip(groups, described, strict=True) if told and languages},
+            "families": families if languages else {},
+            "trained": list(trained),
+            "figures": {
+                s.name: {split: {g: of_groups(s.name, split, [[g]]) for g in groups} for split in splits}
+                for s in subjects
+            },
+            "differences": {
+                f"{name} − {base}": {
+                    split: {g: of_groups(name, split, [[g]], base) for g in groups} for split in splits
+                }
+                for name, base in references.items()
+            },
+            "macro": {
+                s.name: {split: of_groups(s.name, split, [[g] for g in groups]) for split in splits} for s in subjects
+            },
+            "macro_differences": {
+                f"{name} − {base}": {
+                    split: {
+                        kind: of_groups(name, split, [[g] for g in members], base)
+                        for kind, members in _kinds(groups, families if languages else {}, trained).items()
+                    }
+                    for split in splits
+                }
+                for name, base in references.items()
+            },
+        }
+    return json.loads(json.dumps(document))
+
+
+def _asked(few_shot: FewShot, found: Findings, splits: Sequence[str], references: Mapping[str, str]) -> dict[str, Any]:
+    """What was asked, each subject's accuracy by seed and score, and McNemar's test of the first seed's answers."""
+
+    def about(name: str, split: str) -> dict[str, Any]:
+        ranked = found.ranked[name, split]
+        return {
+            "by_seed": ranked.by_seed,
+            "by_score": ranked.others,
+            "shots_dropped": ranked.dropped,
+            "rows_cut": ranked.cut,
+        }
+
+    names = dict.fromkeys(name for name, _ in found.ranked)
+    return {
+        "prompt": few_shot.name,
+        "text": few_shot.prompt.text,
+        "shots": few_shot.shots,
+        "from": list(few_shot.source),
+        "seeds": list(few_shot.seeds if few_shot.shots else few_shot.seeds[:1]),
+        "score": few_shot.score,
+        "subjects": {name: {split: about(name, split) for split in splits} for name in names},
+        "mcnemar": {
+            f"{name} − {base}": {
+                split: mcnemar(found.ranked[name, split].right[0], found.ranked[base, split].right[0])
+                for split in splits
+            }
+            for name, base in references.items()
+        },
+    }
+
+
+def _kinds(groups: Sequence[str], families: Mapping[str, list[str]], trained: Sequence[str]) -> dict[str, list[str]]:
+    """Sets of groups whose mean is asked for: all, trained on, the others, each family."""
+    kinds = {"all": list(groups)}
+    if trained:
+        kinds["trained on"] = [g for g in groups if g in trained]
+        if others := [g for g in groups if g not in trained]:
+            kinds["not trained on"] = others
+    return kinds | {f"family: {name}": members for name, members in families.items() if name}
+
+
+def _aligned(found: Findings, name: str, base: str, split: str) -> dict[str, Figure]:
+    """The figures of `base`, with its rows counted as those of `name`."""
+    mine = {where: i for i, where in enumerate(found.rows[name, split])}
+    theirs = found.rows[base, split]
+    if theirs == found.rows[name, split]:
+        return found.figures[base, split]
+    to = np.array([mine.get(where, -1) for where in theirs])
+    result = {}
+    for metric, figure in found.figures[base, split].items():
+        rows = to[figure.rows]
+        kept = np.flatnonzero(rows >= 0)
+        result[metric] = figure.renumbered(rows, kept[np.argsort(rows[kept])])
+    return result
+
+
+def _references(subjects: Sequence[Subject]) -> dict[str, str]:
+    """What each subject is compared with: a run with the bare backbone that it changes, else with the first run; a
+    bare backbone with the first one."""
+    bare = [subject for subject in subjects if subject.run is None]
+    own = {subject.recipe.backbone: subject.name for subject in reversed(bare)}
+    runs = [subject for subject in subjects if subject.run is not None]
+    found = {}
+    for subject in subjects:
+        base = bare[0].name if subject.run is None else own.get(subject.recipe.backbone, runs[0].name)
+        if base != subject.name:
+            found[subject.name] = base
+    return found
+
+
+def _about(subject: Subject, reference: str | None) -> dict[str, Any]:
+    return {
+        "name": subject.name,
+        "kind": "backbone" if subject.run is None else "run",
+        "backbone": subject.recipe.backbone,
+        "task": subject.recipe.task.kind,
+        "precision": subject.recipe.train.precision,
+        "compared_with": reference,
+    }
+
+
+def flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """All figures as eval.json has them: {split: {metric: …}}, each split under its subject, and its group."""
+    flat: dict[str, Any] = {}
+    trees = {**document["figures"], **document["differences"]}
+    for name, splits in trees.items():
+        flat |= {f"{name} {split}": metrics for split, metrics in splits.items()}
+    grouped = document.get("group_by")
+    if grouped:
+        for name, splits in {**grouped["figures"], **grouped["differences"]}.items():
+            for split, groups in splits.items():
+                flat |= {f"{name} {split} {grouped['column']}={group}": m for group, m in groups.items()}
+    return flat
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """For a person: every subject's figures, the differences, and each group's headline."""
+    lines = []
+    for name, splits in {**document["figures"], **document["differences"]}.items():
+        for split, metrics in splits.items():
+            lines += [name, *(f"  {split:5} {line}" for line in shown(metrics))]
+    grouped = document.get("group_by")
+    if grouped:
+        for name, splits in {**grouped["figures"], **grouped["differences"]}.items():
+            for split, groups in splits.items():
+                lines.append(f"{name}  {split} by {grouped['column']}")
+                for group, metrics in groups.items():
+                    label = f"{group} {grouped['names'].get(group, '')}".strip()
+                    lines.append(f"  {label:24} {grouped['rows'][group]:6,} rows  {headline(metrics)}")
+    if asked := document.get("few_shot"):
+        shots = f"{asked['shots']} shots" + (f", seeds {', '.join(map(str, asked['seeds']))}" if asked["shots"] else "")
+        lines.append(f"prompt {asked['prompt']}, {shots}, ranked by {asked['score']}")
+        for name, parts in asked["subjects"].items():
+            for split, found in parts.items():
+                scores = ", ".join(f"{score} {value:.4g}" for score, value in found["by_score"].items())
+                lost = f"; {found['shots_dropped']:,} examples left out for length" * bool(found["shots_dropped"])
+                lines.append(f"  {name} {split}: accuracy by score: {scores}{lost}")
+        for name, tests in asked["mcnemar"].items():
+            for split, test in tests.items():
+                only = f"{test['only_ours']} to {test['only_theirs']}"
+                lines.append(f"  {name} {split}: McNemar p {test['p']:.3g} (right alone: {only})")
+    return "\n".join([*lines, *(f"note: {note}" for note in document["notes"])])
+
+
+def headline(metrics: Mapping[str, Any]) -> str:
+    """The figure of a group that is comparable with others', as `shown` has it."""
+    name = headline_metric(metrics)
+    return shown({name: metrics[name]})[0] if name else "–"
+
+
+def headline_metric(metrics: Mapping[str, Any]) -> str | None:
+    """bits per byte where text was judged, else the first of a headline."""
+    from finetune.evaluate.metrics import in_headline_order
+
+    ordered = ["bits_per_byte", *in_headline_order(metrics)]
+    return next((name for name in ordered if name in metrics), None)

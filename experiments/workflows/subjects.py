@@ -1,0 +1,165 @@
+"""What is judged: runs and bare backbones by their names, and their models, one at a time.
+
+A backbone is loaded once; adapters are put on it in turn and taken off again. What changes frozen weights, or what they
+are called, is loaded anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.recipe.auto import settled
+from experiments.recipe.build import build
+from experiments.recipe.config import Recipe
+from experiments.recipe.resolve import Resolved
+from experiments.recipe.tree import Branch, from_override, merge
+from experiments.run.console import Console
+from experiments.workflows.generate import adapted_recipe, alone
+from experiments.workflows.initial_adapter import check_run
+from finetune.errors import UserError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged: a run's adapter on its backbone, or a backbone alone."""
+
+    name: str
+    recipe: Recipe
+    run: Path | None = None
+    """The run directory; None: the bare backbone."""
+    like: Path | None = None
+    """Of a bare backbone, the run that it is judged like."""
+
+
+def is_run(name: str) -> bool:
+    """Whether `name` is a run directory, not a backbone."""
+    return (Path(name) / "recipe.resolved.yaml").is_file()
+
+
+def subjects_of(names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console) -> list[Subject]:
+    """What `names` are: run directories, and backbones asked as the first run on them is, else as language models.
+
+    Raises UserError for what is neither, and a bare backbone that cannot be judged so.
+    """
+    from finetune.models.backbone import open_backbone
+
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UserError(f"eval: {twice} is named twice; name it once")
+    runs = {name: alone(adapted_recipe(Path(name), overrides)) for name in names if is_run(name)}
+    found = []
+    for name in names:
+        if name in runs:
+            check_run(Path(name), runs[name])
+            found.append(Subject(name, runs[name], Path(name)))
+            continue
+        if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
+            raise UserError(f"{name} is neither a run directory (recipe.resolved.yaml) nor a backbone (config.json)")
+        try:
+            backbone = open_backbone(name)
+        except UserError as error:
+            raise UserError(f"{name} is not a run directory, and {error}") from None
+        beside = next((r for r, recipe in runs.items() if _same(open_backbone(recipe.backbone), backbone)), None)
+        if runs:
+            like = beside or next(iter(runs))
+            recipe = dataclasses.replace(runs[like], backbone=runs[like].backbone if beside else name)
+            if recipe.task.by_example:
+                raise UserError(
+                    f"{name}: the head of task.kind: {recipe.task.kind} is trained with the adapter, so a bare "
+                    "backbone has none to be judged by; name runs only"
+                )
+            found.append(Subject(name, recipe, like=Path(like)))
+            continue
+        if not has_data:
+            raise UserError(f"{name} is a bare backbone, which has no rows of its own; give --data FILE")
+        tree: Any = Branch({}, "defaults")
+        kind = "masked-lm" if backbone.reads_both_ways else "language-model"
+        given = [from_override("backbone", name, "eval"), from_override("task.kind", kind, "eval"), *overrides]
+        for one in given:
+            tree = merge(tree, one)
+        recipe = alone(build(Recipe, tree))
+        recipe = settled(Resolved(recipe, name, {}), say=console.say).recipe
+        if recipe.task.by_example:
+            raise UserError(
+                f"{name}: a bare backbone has no head for task.kind: {recipe.task.kind}; take language-model"
+            )
+        found.append(Subject(name, recipe))
+    return found
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(a.directory.resolve() == b.directory.resolve())
+
+
+class Adapted:
+    """Models of subjects, one at a time, over as few loads of a backbone as can be."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.loads = 0
+        self._key: Any = None
+        self._base: Any = None
+        self._model: Any = None
+
+    def of(self, subject: Subject, label_names: tuple[str, ...] | None) -> Any:
+        """The model of `subject` in evaluation precision; the one before it is no more."""
+        from finetune.adapters.adapter import attach_adapter, load_adapter
+        from finetune.adapters.offsets import offsets_of
+        from finetune.compute.precision import adapter_dtype
+        from finetune.compute.presence import resolve_device
+        from finetune.models.load import load_backbone
+
+        recipe, train = subject.recipe, subject.recipe.train
+        device = resolve_device(train.device)
+        key = (
+            recipe.backbone, recipe.task.auto_class, label_names if recipe.task.new_head else None,
+            train.precision, train.backbone_precision, train.quantization, device,
+        )  # fmt: skip
+        self._take_off()
+        if key != self._key or self._base is None:
+            self._base = self._model = None
+            gc.collect()
+            self._base = load_backbone(
+                recipe.backbone,
+                task=recipe.task,
+                label_names=label_names,
+                precision=train.precision,
+                narrow=train.backbone_precision == "bf16",
+                quantization=train.quantization,
+                device=device,
+            )
+            self._key = key
+            self.loads += 1
+        if subject.run is None:
+            if getattr(self._base, "new_parameters", ()):
+                raise UserError(
+                    f"{subject.name}: its checkpoint has no head for task.kind: {recipe.task.kind}, so it cannot be "
+                    "judged bare; name runs only"
+                )
+            return self._base
+        folder = subject.run / "adapter"
+        initial = subject.run / "initial"
+        folded = recipe.adapter.init != "default" or recipe.adapter.under is not None
+        settings = recipe.adapter if folded else dataclasses.replace(recipe.adapter, init_rows=None, start=None)
+        self._model = attach_adapter(
+            self._base,
+            settings,
+            task=recipe.task,
+            seed=train.seed,
+            dtype=adapter_dtype(train),
+            initial=(initial if initial.is_dir() else folder) if folded else None,
+        )
+        load_adapter(self._model, folder)
+        if offsets_of(self._model) or recipe.task.new_head or recipe.adapter.soft_tokens is not None:
+            self._base = None  # what it changed cannot be taken off again
+        return self._model
+
+    def _take_off(self) -> None:
+        if self._model is not None and self._base is not None:
+            self._base = self._model.unload()
+        self._model = None

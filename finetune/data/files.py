@@ -1,0 +1,128 @@
+"""Files of user data: the names that users give as files, and what a manifest says of each."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError, is_remote, user_path
+from . import remote
+from .formats import (
+    HUB,
+    SAMPLE,
+    SAVED_DATASET,
+    SUPPORTED,
+    BrokenFile,
+    count,
+    has_half_pair,
+    is_saved_dataset,
+    one_format,
+    shards,
+    split_suffix,
+)
+from .remote import DataFile, RemoteFile
+
+
+def expand(files: Sequence[str]) -> list[DataFile]:
+    """Paths for `files`: paths as given, globs and the files of a directory sorted, `sample:NAME` for what ships,
+    `hub:NAME[CONFIG]@REVISION:SPLIT`; objects for the addresses of a store.
+
+    Raises:
+        UserError: a path that does not exist (with the nearest that does), a glob without a match, a file named twice.
+    """
+    paths = [path for name in files for path in _expand_one(str(name))]
+    seen: set[str] = set()
+    for path in paths:
+        key = str(path) if isinstance(path, RemoteFile) or str(path).startswith(HUB) else str(path.resolve())
+        if key in seen:
+            raise UserError(f"{path} is named twice in {', '.join(map(str, files))}; name it once")
+        seen.add(key)
+    return paths
+
+
+def _expand_one(name: str) -> Sequence[DataFile]:
+    if name.startswith(SAMPLE):
+        from ..assets import sample
+
+        return [Path(sample(name.removeprefix(SAMPLE)))]
+    if name.startswith(HUB):
+        return [Path(name)]
+    if not name:
+        raise UserError("'' is no name of a file; leave it out, or name the file")
+    if is_remote(name):
+        return _expand_remote(name)
+    path = user_path(name)
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{name}: a link to a file that is not there; restore it, or name another")
+    if path.exists():
+        if not (path.is_file() or path.is_dir()):
+            raise UserError(f"{name}: a pipe, socket or device, which cannot be read twice; write it to a file first")
+        return shards(path) if path.is_dir() and not is_saved_dataset(path) else [path]
+    if glob.has_magic(name):
+        matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        found = sorted(Path(match) for match in matches if Path(match).is_file())
+        if not found:
+            raise UserError(f"{name}: no file matches this pattern")
+        for match in found:
+            if has_half_pair(str(match)):
+                raise UserError(f"{name}: matches a file whose name is not valid UTF-8 ({match.name!a}); rename it")
+        return found
+    raise UserError(f"{name}: no such file{_nearest_file(path)}")
+
+
+def _expand_remote(name: str) -> list[RemoteFile]:
+    found, directory = remote.find(name)
+    if directory and any(file.name in SAVED_DATASET for file in found):
+        raise UserError(f"{name}: a saved data set is read from a local directory; copy it to this machine first")
+    return one_format(name, found) if directory else found
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f" (there is no directory {path.parent})"
+    nearest = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1, cutoff=0.5)
+    return f"; did you mean {path.parent / nearest[0]}?" if nearest else f"; give {SUPPORTED}"
+
+
+def describe(files: Sequence[str]) -> list[dict[str, Any]]:
+    """`path, sha256, bytes, rows` of each file, for a manifest.
+
+    `rows` counts the records, bad ones included; null for a file that breaks off. A saved data set is digested
+    file by file in name order; a hub data set has neither digest nor size (null), its revision is part of its name.
+    An object of a store has its `version` too: what the store tells of it.
+    """
+    described: list[dict[str, Any]] = []
+    for name in files:
+        for path in _expand_one(str(name)):
+            shown = str(name) if str(name).startswith(SAMPLE) else str(path)
+            if shown.startswith(HUB):
+                described.append({"path": shown, "sha256": None, "bytes": None, "rows": None})
+                continue
+            split_suffix(path)
+            digest, size = file_digest(path)
+            try:
+                rows: int | None = count(path)
+            except BrokenFile:  # read as far as it went, where bad rows are skipped
+                rows = None
+            version = {"version": path.version} if isinstance(path, RemoteFile) else {}
+            described.append({"path": shown, "sha256": digest, "bytes": size, "rows": rows, **version})
+    return described
+
+
+def file_digest(path: DataFile) -> tuple[str, int]:
+    """SHA-256 and bytes of a file, or of all files of a directory in name order."""
+    if isinstance(path, RemoteFile):
+        return path.digest()
+    parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    size = 0
+    for part in parts:
+        with part.open("rb") as handle:
+            while chunk := handle.read(1 << 20):
+                digest.update(chunk)
+                size += len(chunk)
+    return digest.hexdigest(), size

@@ -1,0 +1,313 @@
+"""A micro-batch: what one forward pass takes, collated from encoded examples.
+
+Rows are padded on the right to the longest of them. Samples that share a packed row have positions 0, 1, 2, … each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..compute.capabilities import copied
+from .columns import Examples
+from .example import IGNORE, Example
+from .masking import unmasked
+
+if TYPE_CHECKING:
+    from ..tasks import Task
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What a loss of whole answers must know of the R rows of a micro-batch, each a prompt with one answer.
+
+    Of pairs the rows are chosen, rejected, chosen, rejected, …
+    """
+
+    signs: Tensor
+    """(R,) float32: 1 of an answer that is chosen or desirable, −1 of one that is rejected or undesirable."""
+    lengths: Tensor
+    """(R,) float32: supervised tokens."""
+    paired: bool
+    """Whether rows come in pairs of one prompt."""
+    mismatched: MicroBatch | None = None
+    """The same prompts, each with an answer to the prompt of another example of the update (KTO)."""
+    reference: Tensor | None = None
+    """(R,) float32: log p of each answer under the backbone alone; None: not computed yet, or nobody asks."""
+    drift: Tensor | None = None
+    """Scalar: how far the model is from the backbone, nats an answer, over the whole update (KTO's z0)."""
+
+    def to(self, device: torch.device | str) -> Sides:
+        """The same on another device."""
+        tensors: dict[str, Any] = {
+            name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        others = None if self.mismatched is None else self.mismatched.to(device)
+        return replace(self, mismatched=others, **tensors)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass takes."""
+
+    inputs: dict[str, Tensor]
+    """Model keyword arguments, (B, T) int64: `input_ids`, and `attention_mask` (right padding) or, in packed rows,
+    `position_ids` instead; seq2seq has `decoder_input_ids` (B, its own T) too, whose padding needs no mask because it
+    follows what a decoder may see; where rows bring vectors along, `features` (B, K, d) float32. The model must use no
+    cache (`config.use_cache` false): packing relies on it."""
+    labels: Tensor
+    """(B, T) int64 aligned with `input_ids`, −100 where unsupervised (always at the first token of a causal sample), or
+    with `decoder_input_ids`; or the classes, (B,) int64; or float32: 0 and 1 of C classes (B, C), or standardised
+    targets (B,)."""
+    supervised: int
+    """Labels that the loss sums over: tokens, or examples for classification."""
+    samples: int
+    """Examples in it."""
+    rows: tuple[tuple[int, ...], ...]
+    """Indices of the examples in each row."""
+    chosen: Tensor | None = None
+    """(n,) int64: which of all B·T labels the loss sums over, ascending. The host knows it; a device that looked for
+    them would make it wait. None: not looked for yet."""
+    padded: bool | None = None
+    """Whether a row (an encoder's, of seq2seq) is shorter than the others, which the host knows too; None: not looked
+    for."""
+    real: tuple[int, int] | None = None
+    """Its tokens on all sides without padding, and its pairs of tokens that belong to one sample (of an encoder's);
+    None: not counted yet."""
+    sides: Sides | None = None
+    """Of a loss of whole answers; None for every other."""
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same on another device."""
+        inputs = {name: copied(tensor, device) for name, tensor in self.inputs.items()}
+        chosen = None if self.chosen is None else copied(self.chosen, device)
+        sides = None if self.sides is None else self.sides.to(device)
+        return replace(self, inputs=inputs, labels=copied(self.labels, device), chosen=chosen, sides=sides)
+
+
+class Collator:
+    """Makes micro-batches of examples, by their numbers: views of the columns that hold them."""
+
+    def __init__(self, examples: Sequence[Example], task: Task) -> None:
+        columns = Examples.of(examples)
+        self.wholes, self.causal = task.by_example, task.causal
+        self.ids, self.starts, self.lengths = _part(columns, "input_ids")
+        self.segments = columns.ragged("segments")
+        self.words = columns.ragged("words")
+        self.features = columns.features()
+        self.answers = None if columns.ragged("decoder_ids") is None else _Answers(columns)
+        self.rejected = None if columns.ragged("rejected_ids") is None else _Rejected(columns)
+        self.desirable = columns.column("desirable")
+        self.mismatches = task.mismatches
+        counts = columns.column("supervised")
+        self.counts = np.empty(0, dtype=np.int32) if counts is None else counts
+        if task.by_answer:  # a pair is one item, or where each answer is judged by itself two
+            self.counts = np.full(len(self.lengths), 1 + (task.mismatches and self.rejected is not None), np.int32)
+        whole = _whole_labels(columns)
+        if whole is not None:
+            self.labels, self.label_starts = whole, self.starts
+        else:
+            self.labels, self.label_starts, _ = _part(columns, "labels")
+
+    def unmasked(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """The own tokens of example i and the number of the word of each, int64 (masked-lm)."""
+        length = int(self.lengths[i])
+        assert self.words is not None
+        read = _run(self.ids, self.starts[i], length).astype(np.int64)
+        labels = _run(self.labels, self.label_starts[i], length).astype(np.int64)
+        return unmasked(read, labels), _run(self.words[0], self.words[1][i], length).astype(np.int64)
+
+    @property
+    def work(self) -> np.ndarray:
+        """Tokens of each example on all sides."""
+        return sum((part.lengths for part in (self.answers, self.rejected) if part is not None), self.lengths)
+
+    def answered(self, examples: Sequence[int], others: Sequence[int], pad_id: int, multiple: int = 1) -> MicroBatch:
+        """Rows of one answer each (`Sides`).
+
+        others: for each example the one whose answers stand for its own in `Sides.mismatched`.
+        """
+        rows = [row for i in examples for row in self._rows_of(i)]
+        paired = self.rejected is not None
+        made = self._padded(rows, pad_id, multiple)
+        mismatched = None
+        if self.mismatches:
+            foreign = [
+                self._crossed(own, other)
+                for i, j in zip(examples, others, strict=True)
+                for own, other in zip(self._rows_of(i), self._rows_of(j), strict=True)
+            ]
+            mismatched = self._padded(foreign, pad_id, multiple)
+        if paired:
+            signs = [1.0, -1.0] * len(examples)
+        else:
+            assert self.desirable is not None
+            signs = [1.0 if self.desirable[i] else -1.0 for i in examples]
+        lengths = [float((labels != IGNORE).sum()) for _, labels in rows]
+        return replace(
+            made,
+            supervised=int(self.counts[list(examples)].sum()),
+            samples=len(examples),
+            rows=tuple((i,) for i in examples for _ in range(1 + paired)),
+            sides=Sides(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
+        )
+
+    def _rows_of(self, i: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids and labels of each answer of an example with its prompt before it."""
+        length = int(self.lengths[i])
+        first = (_run(self.ids, self.starts[i], length), _run(self.labels, self.label_starts[i], length))
+        return [first] if self.rejected is None else [first, self.rejected.of(i)]
+
+    @staticmethod
+    def _crossed(
+        own: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The prompt of one row with the answer of another, as long as the longer of both: the prompt loses its left,
+        but for its first token."""
+        (ids, labels), (foreign, foreign_labels) = own, other
+        begin = int((foreign_labels != IGNORE).argmax())
+        answer, marked = foreign[begin:], foreign_labels[begin:]
+        prompt = ids[: int((labels != IGNORE).argmax())]
+        room = max(len(ids), len(foreign)) - len(answer)
+        if len(prompt) > room:
+            prompt = np.concatenate([prompt[:1], prompt[len(prompt) - room + 1 :]])
+        return np.concatenate([prompt, answer]), np.concatenate([np.full(len(prompt), IGNORE), marked])
+
+    def _padded(self, rows: Sequence[tuple[np.ndarray, np.ndarray]], pad_id: int, multiple: int) -> MicroBatch:
+        lengths = np.array([len(ids) for ids, _ in rows])
+        width = -(-int(lengths.max()) // multiple) * multiple
+        ids = np.full((len(rows), width), pad_id, dtype=np.int64)
+        labels = np.full((len(rows), width), IGNORE, dtype=np.int64)
+        mask = np.zeros((len(rows), width), dtype=np.int64)
+        for r, (read, marked) in enumerate(rows):
+            ids[r, : len(read)], labels[r, : len(read)], mask[r, : len(read)] = read, marked, 1
+        labels[:, 0] = IGNORE
+        inputs = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return MicroBatch(
+            inputs, torch.from_numpy(labels), len(rows), len(rows), tuple((r,) for r in range(len(rows))),
+            torch.from_numpy(np.flatnonzero(labels != IGNORE)), padded=not mask.all(),
+            real=(int(lengths.sum()), int(np.square(lengths).sum())),
+        )  # fmt: skip
+
+    def collate(
+        self,
+        rows: Sequence[tuple[int, ...]],
+        pad_id: int,
+        multiple: int = 1,
+        drawn: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
+    ) -> MicroBatch:
+        """drawn: of each row the tokens to read and the labels, in place of its own (masked-lm)."""
+        width = max(int(self.lengths[list(row)].sum()) for row in rows)
+        width = -(-width // multiple) * multiple
+        shape = (len(rows), width)
+        ids = np.full(shape, pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        segments = np.zeros(shape, dtype=np.int64)
+        positions = np.tile(np.arange(width), (len(rows), 1))
+        packed = any(len(row) > 1 for row in rows)
+        for r, row in enumerate(rows):
+            start = 0
+            for i in row:
+                length = int(self.lengths[i])
+                stop = start + length
+                ids[r, start:stop] = _run(self.ids, self.starts[i], length)
+                if not self.wholes and self.answers is None:
+                    labels[r, start:stop] = _run(self.labels, self.label_starts[i], length)
+                if self.causal:
+                    labels[r, start] = IGNORE
+                if self.segments is not None:
+                    segments[r, start:stop] = _run(self.segments[0], self.segments[1][i], length)
+                positions[r, start:] -= positions[r, start]
+                start = stop
+            if drawn is not None:
+                ids[r, :start], labels[r, :start] = drawn[r]
+            mask[r, :start] = 1
+            if packed and start < width:
+                positions[r, start:] -= positions[r, start]  # padding is a sample of its own that nobody supervises
+        inputs = {"input_ids": torch.from_numpy(ids)}
+        if packed:
+            inputs["position_ids"] = torch.from_numpy(positions)
+        else:
+            inputs["attention_mask"] = torch.from_numpy(mask)
+        if self.segments is not None:
+            inputs["token_type_ids"] = torch.from_numpy(segments)
+        flat = [i for row in rows for i in row]
+        if self.features is not None:
+            values, places = self.features
+            inputs["features"] = torch.from_numpy(values[places[flat]])
+        if self.answers is not None:
+            decoder, labels = self.answers.collate(flat, pad_id)
+            inputs["decoder_input_ids"] = torch.from_numpy(decoder)
+        target = self.labels[flat] if self.wholes else labels
+        if target.dtype == np.uint8:
+            target = target.astype(np.float32)
+        count = self.counts[flat].sum() if drawn is None else (labels != IGNORE).sum()
+        chosen = None if self.wholes else torch.from_numpy(np.flatnonzero(labels != IGNORE))
+        own = self.lengths[flat].astype(np.int64)
+        written = inputs["decoder_input_ids"].numel() if self.answers is not None else 0
+        return MicroBatch(
+            inputs,
+            torch.from_numpy(target),
+            int(count),
+            len(flat),
+            tuple(rows),
+            chosen,
+            padded=not mask.all(),
+            real=(int(own.sum()) + written, int(np.square(own).sum())),
+        )
+
+
+def _whole_labels(columns: Examples) -> np.ndarray | None:
+    """(N,) int64 classes, (N, C) 0 and 1 of several, or (N,) float32 targets as training sees them."""
+    seen = columns.seen_targets()
+    if seen is not None:
+        return seen.astype(np.float32)
+    several = columns.column("classes")
+    return columns.column("class") if several is None else several
+
+
+def _part(columns: Examples, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """All tokens end to end, and where those of each example begin and how many they are."""
+    found = columns.ragged(name)
+    return found if found is not None else (np.empty(0, dtype=np.int32), *np.empty((2, 0), dtype=np.int64))
+
+
+def _run(flat: np.ndarray, start: np.integer, length: int) -> np.ndarray:
+    return flat[int(start) : int(start) + length]
+
+
+class _Rejected:
+    """The answers that are liked less, each behind its prompt, by example."""
+
+    def __init__(self, columns: Examples) -> None:
+        self._ids, self._starts, self.lengths = _part(columns, "rejected_ids")
+        self._labels, self._label_starts, _ = _part(columns, "rejected_labels")
+
+    def of(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels of example i."""
+        length = int(self.lengths[i])
+        return _run(self._ids, self._starts[i], length), _run(self._labels, self._label_starts[i], length)
+
+
+class _Answers:
+    """What decoders read and write, by example."""
+
+    def __init__(self, columns: Examples) -> None:
+        self.read, self.starts, self.lengths = _part(columns, "decoder_ids")
+        self.written, self.label_starts, _ = _part(columns, "labels")
+
+    def collate(self, rows: Sequence[int], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+        """Decoder inputs and labels of these examples, (B, T) int64, padded on the right."""
+        shape = (len(rows), int(self.lengths[rows].max()))
+        ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
+        for r, i in enumerate(rows):
+            length = int(self.lengths[i])
+            ids[r, :length] = _run(self.read, self.starts[i], length)
+            labels[r, :length] = _run(self.written, self.label_starts[i], length)
+        return ids, labels
