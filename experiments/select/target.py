@@ -20,7 +20,8 @@ from experiments.run.console import Console
 from experiments.select.pool import Records, read_records
 from finetune.atomic import read_object
 from finetune.config import Data
-from finetune.data.rows import Row, describe, limit_rows
+from finetune.data.files import describe
+from finetune.data.rows import Row, limit_rows
 from finetune.errors import UserError
 from finetune.seeds import derive
 

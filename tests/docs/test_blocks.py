@@ -74,6 +74,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("target.jsonl", "task-train.jsonl", "rows.jsonl", "clean.jsonl"):
         rows(name, talk)
     rows("test.jsonl", ["a robin in a tree sings of the letter"])
+    Path("removed.jsonl").write_text('{"id": "3", "match": "1", "why": "minhash"}\n', encoding="utf-8")
     rows("toxic.jsonl", ["you stupid wren", "stupid red robin"])
     rows("tones.jsonl", [*talk, *(f"stupid {text}" for text in talk)], label=["fine"] * 10 + ["toxic"] * 10)
     rows("prompts.jsonl", ["you stupid"])
