@@ -342,9 +342,7 @@ def missing_column(own: str, record: Iterable[str], place: str | None = None) ->
     return f"no column {own!r}; {hint}" + (f" (set {place})" if place else "")
 
 
-def canonical_values(
-    record: dict[str, Any], columns: Columns, required: tuple[str, ...] = ("text",)
-) -> dict[str, Any]:
+def canonical_values(record: dict[str, Any], columns: Columns, required: tuple[str, ...] = ("text",)) -> dict[str, Any]:
     """The `values` of the row that `read_rows` makes of this record. Raises ValueError that says what is wrong with
     it."""
     return _Reader(columns, required).values(Record(0, 0, record))

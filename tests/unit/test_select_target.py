@@ -113,6 +113,6 @@ def test_a_row_that_only_the_run_skips_moves_the_draw(files):
 
 def test_a_recipe_that_names_its_training_rows_as_the_target_is_refused(files):
     named = training(files, **{"select.target.files": [str(files / "rows.jsonl")]})
-    with pytest.raises(UserError, match="leave select.target.files out"):
+    with pytest.raises(UserError, match=r"leave select\.target\.files out"):
         check_target(named, ())
     check_target(training(files, **{"select.target.files": [str(files / "pool.jsonl")]}), ())
