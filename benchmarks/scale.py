@@ -1,4 +1,4 @@
-"""The transport solver over several processes, and inputs in an object store.
+"""The transport solver over several processes, inputs in an object store, and cleaning under a limit of memory.
 
 Group `ranks`: the same bits on 1, 2 and 4 processes, their CPU-seconds, memory a process. The pool is drawn block by
 block from its seed whenever it is read and kept nowhere: N x 32 float16 rows around 200 centres, M = 64 targets,
@@ -9,10 +9,13 @@ their blocks. Ranks are started as `flatshift select --processes` starts them.
 
 Group `remote`: reading records from an S3 server on localhost beside the same files on disk (`_object_store`).
 
+Group `dedup`: a pool from 1,000 shards cleaned and deduplicated under a limit of memory (`_document_shards`).
+
 Run: python -m benchmarks.scale                                    two million rows on 1, 2 and 4 processes; ten
                                                                    million on two
      python -m benchmarks.scale --rows 100000000 --processes 2     the second part with so many rows and processes
      python -m benchmarks.scale remote                             only this group; the other rows stay
+     python -m benchmarks.scale dedup --documents 10000000         so many documents; else a million
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._document_shards import dedup_rows
 from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, rows_by_group
 from benchmarks._object_store import remote_rows
 from finetune.launch import spawn
@@ -40,6 +44,7 @@ from selection.transport.blocks import BLOCK
 DIM, TARGETS, CENTRES = 32, 64, 200
 SMALL, COUNTS = 2_000_000, (1, 2, 4)
 GIB = 2.0**30
+_GROUPS = ("ranks", "remote", "dedup")
 
 
 class DrawnRows(_LazyRows):
@@ -174,8 +179,11 @@ def rank_rows(bench: Benchmark, *, rows: int, processes: int, repeats: int) -> N
 def main() -> None:
     """`python -m benchmarks.scale`."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("groups", nargs="*", choices=[[], "ranks", "remote"], metavar="GROUP", help="ranks, remote")
+    parser.add_argument("groups", nargs="*", choices=[[], *_GROUPS], metavar="GROUP", help=", ".join(_GROUPS))
     parser.add_argument("--records", type=int, default=200_000, help="of the group remote")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="of the group dedup")
+    parser.add_argument("--shards", type=int, default=1000, help="of the group dedup")
+    parser.add_argument("--limit", type=float, default=0.25, help="of the group dedup, GiB")
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
@@ -188,6 +196,7 @@ def main() -> None:
     groups = {
         "ranks": partial(rank_rows, rows=asked.rows, processes=asked.processes, repeats=asked.repeats),
         "remote": partial(remote_rows, records=asked.records),
+        "dedup": partial(dedup_rows, documents=asked.documents, shards=asked.shards, memory_gib=asked.limit),
     }
     rows_by_group(bench, groups, asked.groups)
     bench.finish()

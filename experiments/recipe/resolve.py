@@ -191,10 +191,11 @@ def _anchored(recipe: Recipe) -> Recipe:
     """Make relative paths absolute, so that a run directory still finds its inputs from another working directory."""
     from finetune.data.formats import HUB, SAMPLE
 
+    def named(files: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(f if f.startswith((SAMPLE, HUB)) or is_remote(f) else _absolute(f) for f in files)
+
     def files(value: Named) -> Named:
-        return dataclasses.replace(
-            value, files=tuple(f if f.startswith((SAMPLE, HUB)) or is_remote(f) else _absolute(f) for f in value.files)
-        )
+        return dataclasses.replace(value, files=named(value.files))
 
     def _absolute(path: str) -> str:
         return str(user_path(path).absolute()) if path else path
@@ -216,6 +217,7 @@ def _anchored(recipe: Recipe) -> Recipe:
         target=files(recipe.select.target),
         negative=files(recipe.select.negative),
         eval=files(recipe.select.eval),
+        hygiene=dataclasses.replace(recipe.select.hygiene, drops=named(recipe.select.hygiene.drops)),
         cache=_absolute(recipe.select.cache),
         from_=recipe.select.from_ and _absolute(recipe.select.from_),
     )

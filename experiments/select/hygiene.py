@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +23,9 @@ from finetune.errors import UserError
 from finetune.seeds import derive
 
 if TYPE_CHECKING:
-    from selection.hygiene import Cleaned
+    from selection.hygiene import Cleaned, Listed
+
+_ENTRIES = 4096
 
 
 def clean_rows(
@@ -62,11 +65,13 @@ def clean_rows(
         Reference("target", [row.values["text"] for row in target]),
         Reference("eval", [text for text, _ in judged_texts]),
     ]
+    listed = _listed(spec, rows, console) if settings.drops else None
     with console.task("clean pool", len(rows), "texts") as task:
         cleaned = clean(
             rows.texts,
             settings,
             references=references,
+            listed=listed,
             seed=derive(recipe.train.seed, "hygiene"),
             progress=lambda what, done: task(done, what),
         )
@@ -84,12 +89,47 @@ def clean_rows(
         "cut": len(cleaned.pieces),
         "pieces": sum(map(len, cleaned.pieces.values())),
         "compared_with": {reference.name: len(reference.texts) for reference in references},
+        **({} if listed is None else {"listed": {"entries": len(listed), "unknown": len(listed.unknown)}}),
         **cleaned.diagnostics,
         "seconds": round(time.monotonic() - started, 3),
     }
     console.say(f"hygiene: {len(rows):,} records, {len(kept):,} kept; {_told(cleaned)}; drops.jsonl has each one")
     _say_limits(cleaned, console)
     return kept, manifest
+
+
+def _listed(spec: Select, rows: RowView, console: Console) -> Listed:
+    """The entries of `drops`, found among the pool's ids.
+
+    Raises:
+        UserError: a file that cannot be read, an entry without an id, or (where bad rows are refused and the whole pool
+            is read) one whose id no record has.
+    """
+    from selection.hygiene import Listed
+
+    files = spec.hygiene.drops
+    skipped: list[str] = []
+    listed = Listed(memory=int(spec.hygiene.memory_gib * 2**29))
+    entries = read_rows(files, required=("id",), bad_rows=spec.bad_rows, skipped=skipped)
+    while some := list(islice(entries, _ENTRIES)):
+        matches, reasons = ([_said(row, name) for row in some] for name in ("match", "why"))
+        listed.add([row.id for row in some], matches, reasons)
+    listed.find(rows.ids)
+    unknown = len(listed.unknown)
+    if unknown and spec.bad_rows == "refuse" and spec.pool.limit is None:
+        row = next(islice(read_rows(files, required=("id",)), int(listed.unknown[0]), None))
+        raise UserError(
+            f"{row.where}: the pool has no record {row.id!r} ({unknown:,} of {len(listed):,} ids in "
+            "select.hygiene.drops are unknown); name the answer for this pool, or count unknown ids by --bad-rows skip"
+        )
+    if unknown or skipped:
+        console.say(f"note: drops: {unknown:,} ids that no record of the pool has, {len(skipped):,} bad entries")
+    return listed
+
+
+def _said(row: Row, name: str) -> str:
+    value = row.record.get(name)
+    return "" if value is None else str(value)
 
 
 def _refuse_pieces_beside_features(spec: Select) -> None:

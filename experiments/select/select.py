@@ -342,7 +342,7 @@ def _say_tried(said: dict[str, Any], console: Console) -> None:
 def _manifest(spec: Select, sides: Sides, selector: Selector) -> dict[str, Any]:
     """What was read and what the method says of its solution."""
     solver = plain(selector.diagnostics_)
-    files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files
+    files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "inputs": [line for part in files for line in describe(part)],

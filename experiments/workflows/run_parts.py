@@ -110,7 +110,7 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
         files.append(str(Path(recipe.select.from_) / "selected.jsonl"))
     elif recipe.select is not None:
         files += [*recipe.select.pool.files, *recipe.select.target.files, *recipe.select.eval.files]
-        files += recipe.select.negative.files
+        files += [*recipe.select.negative.files, *recipe.select.hygiene.drops]
     return list(dict.fromkeys(files))
 
 

@@ -8,13 +8,16 @@ from typing import Any
 
 _HOME = {
     "FeatureCache": "cache",
+    "HashedNgrams": "hashed_ngrams",
     "SentenceLayout": "pooling",
+    "ShardWriter": "shard_writer",
     "ShardedRows": "matrix",
     "StaticEmbedder": "static",
     "TakenRows": "matrix",
     "TfIdfEmbedder": "tfidf",
     "in_shards": "cache",
     "load_features": "matrix",
+    "load_fitted": "tfidf",
     "open_directory": "directory",
     "seal": "directory",
     "normalised": "pooling",

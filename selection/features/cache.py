@@ -153,7 +153,7 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
     except OSError as error:
         if is_disk_full(error):
             raise
-        raise SelectionError(f"{path.parent}: no cache can be kept there ({error.strerror or error})") from error
+        raise SelectionError(f"{path.parent}: nothing can be written there ({error.strerror or error})") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from selection.hygiene.config import Decontaminate, Hygiene, Language, Length, NearDuplicates, Repetition
 
 if TYPE_CHECKING:
+    from selection.hygiene.listed import Listed
     from selection.hygiene.steps import Cleaned, Reference, clean
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Hygiene",
     "Language",
     "Length",
+    "Listed",
     "NearDuplicates",
     "Reference",
     "Repetition",
@@ -23,7 +25,10 @@ __all__ = [
 ]
 
 
+_HOME = {"Cleaned": "steps", "Reference": "steps", "clean": "steps", "Listed": "listed"}  # these bring NumPy
+
+
 def __getattr__(name: str) -> Any:
-    if name in ("Cleaned", "Reference", "clean"):  # brings NumPy
-        return getattr(importlib.import_module("selection.hygiene.steps"), name)
+    if name in _HOME:
+        return getattr(importlib.import_module(f"selection.hygiene.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

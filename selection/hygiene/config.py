@@ -16,6 +16,9 @@ from typing import Literal
 
 from selection.errors import SelectionError
 
+WORKING_GIB = 0.125
+"""What batches of texts and of pairs take beside the keys that are sorted."""
+
 
 def _bounds(config: object, **bounds: tuple[float | None, float | None]) -> None:
     """Refuse field values outside (low, high), ends included; None is unbounded and a None value passes.
@@ -157,12 +160,15 @@ class Decontaminate:
 
 @dataclass(frozen=True, kw_only=True)
 class Hygiene:
-    """Steps in this order: length, language, repetition, exact duplicates, near-duplicates, decontamination.
+    """Steps in this order: drops, length, language, repetition, exact duplicates, near-duplicates, decontamination.
 
     Every record that goes is listed in drops.jsonl with its cause and the id of its match, and counted in
     manifest.json.
     """
 
+    drops: tuple[str, ...] = ()
+    """Files of another tool's answer, CSV, JSONL or Parquet with a line for each record to drop: its `id`, and where it
+    is told `match`, the id of what it repeats, and `why`."""
     length: Length | None = None
     """Too short or too long."""
     language: Language | None = None
@@ -177,9 +183,15 @@ class Hygiene:
     """Whose texts the pool must not repeat either (exact and near): the target; those that are judged on."""
     decontaminate: Decontaminate | None = None
     """Words in a row shared with texts that are judged on."""
+    memory_gib: float = 1.0
+    """Memory of all steps together, GiB, whatever the size of the pool; what does not fit is sorted on disk (TMPDIR),
+    with the same result. Pages of mapped files, which the system takes back, do not count."""
+
+    def __post_init__(self) -> None:
+        _bounds(self, memory_gib=(2 * WORKING_GIB, None))
 
     @property
     def on(self) -> bool:
         """Whether any step is turned on."""
         steps = (self.length, self.language, self.repetition, self.near, self.decontaminate)
-        return self.exact or any(step is not None for step in steps)
+        return bool(self.drops) or self.exact or any(step is not None for step in steps)

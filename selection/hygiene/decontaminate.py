@@ -19,7 +19,7 @@ import numpy as np
 
 from selection.hygiene import config
 from selection.hygiene.shingles import WORDS, WordHashes, windows
-from selection.hygiene.store import Growing
+from selection.hygiene.store import Growing, blocks
 
 Spans = list[tuple[int, int]]
 _FILTER_BITS = 20
@@ -85,14 +85,21 @@ class Decontaminator:
 
         alive: (N,) bool, the rows that still stand; only they are counted when ordinary phrases are told apart.
         """
-        rows, hits = self._rows.array(), self._hits.array()
-        standing = alive[rows]
-        rows, hits = rows[standing], hits[standing]
+        every_row, every_hit = self._rows.array(), self._hits.array()
         if self.settings.common is not None:
-            self._leak = np.bincount(hits, minlength=self.ngrams) < self.settings.common
+            occurs = np.zeros(self.ngrams, dtype=np.int64)
+            for low, high in blocks(len(every_row)):
+                standing = alive[every_row[low:high]]
+                occurs += np.bincount(every_hit[low:high][standing], minlength=self.ngrams)
+            self._leak = occurs < self.settings.common
         self.diagnostics["common"] = int((~self._leak).sum())
-        leak = self._leak[hits]
-        rows, hits = rows[leak], hits[leak]
+        # Of an n-gram that is no ordinary phrase there are few.
+        leaks = [
+            low + np.flatnonzero(alive[every_row[low:high]] & self._leak[every_hit[low:high]])
+            for low, high in blocks(len(every_row))
+        ]
+        place = np.concatenate([np.empty(0, np.int64), *leaks])
+        rows, hits = every_row[place], every_hit[place]
         owners = np.concatenate([owner for _, _, owner, _ in self._tables] or [np.empty(0, np.int64)])[hits]
         order = np.lexsort((owners, rows))
         found, first = np.unique(rows[order], return_index=True)

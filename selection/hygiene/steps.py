@@ -19,16 +19,20 @@ from typing import Any
 import numpy as np
 
 from selection.errors import SelectionError
-from selection.hygiene.config import Hygiene
+from selection.hygiene.config import WORKING_GIB, Hygiene
 from selection.hygiene.decontaminate import Decontaminator, Spans
 from selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
 from selection.hygiene.filters import judge
+from selection.hygiene.listed import Listed
+from selection.hygiene.store import Growing, blocks, made
 
 Progress = Callable[[str, int], None]
 """Called as (what is done, rows so far)."""
 
 NamesOf = Callable[[np.ndarray], Sequence[str]]
 
+LISTED = "listed"
+"""The cause of records that another tool told to drop."""
 _DROPS_AT_ONCE = 4096
 CHARACTERS = 1 << 20
 """Characters of a batch of texts, and at most 4,096 texts (one long text may be a batch of its own)."""
@@ -59,6 +63,8 @@ class Cleaned:
     references: Sequence[Reference]
     pieces: Mapping[int, Spans]
     """Row → (start, end) of the pieces that stay of it, in characters; only rows that were cut."""
+    listed: Listed | None = None
+    """What another tool told to drop."""
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -69,7 +75,9 @@ class Cleaned:
     def counts(self) -> dict[str, int]:
         """Dropped rows by cause; every cause that could have dropped one is named."""
         found = dict.fromkeys((cause for cause, _ in self.rules[1:]), 0)
-        numbers = np.bincount(self.rule, minlength=len(self.rules))
+        numbers = np.zeros(len(self.rules), dtype=np.int64)
+        for low, high in blocks(len(self.rule)):
+            numbers += np.bincount(self.rule[low:high], minlength=len(self.rules))
         for (cause, _), count in zip(self.rules[1:], numbers[1:].tolist(), strict=True):
             found[cause] += count
         return found
@@ -81,14 +89,18 @@ class Cleaned:
 
         ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts
         by its name; their places where absent.
-        `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name).
+        `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name); of
+        a listed record what its list says.
         A row that was cut has the cause "cut" and its `pieces`.
         """
-        cut = np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces))
-        rows = np.union1d(np.flatnonzero(self.rule), cut)
+        cut = np.sort(np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces)))
         skip = sum(len(reference.texts) for reference in self.references)
-        for low in range(0, len(rows), _DROPS_AT_ONCE):
-            some = rows[low : low + _DROPS_AT_ONCE]
+        for low in range(0, len(self.rule), _DROPS_AT_ONCE):
+            high = low + _DROPS_AT_ONCE
+            here = cut[np.searchsorted(cut, low) : np.searchsorted(cut, high)]
+            some = np.union1d(low + np.flatnonzero(self.rule[low:high]), here)
+            if not len(some):
+                continue
             own = np.maximum(self.match[some] - skip, 0)  # of matches in the pool; of others row 0, which is not used
             if callable(ids):
                 names, matches = ids(some), ids(own)
@@ -99,6 +111,10 @@ class Cleaned:
 
     def _drop(self, row: int, name: str, twin: str, reference_ids: Mapping[str, Sequence[str]]) -> dict[str, Any]:
         cause, rule = self.rules[self.rule[row]] if self.rule[row] else ("cut", "words shared with eval cut out")
+        if cause == LISTED and self.listed is not None:
+            match, why = self.listed.told(row)
+            known = {"match": match, "match_in": None if match is None else "pool"}
+            return {"id": name, "cause": cause, "rule": why or rule, "value": None, **known}
         value = float(self.value[row])
         where, place = self._place(int(self.match[row]))
         if where is not None and where in reference_ids:
@@ -131,6 +147,7 @@ def clean(
     *,
     references: Sequence[Reference] = (),
     seed: int = 0,
+    listed: Listed | None = None,
     batch_characters: int = CHARACTERS,
     progress: Progress | None = None,
 ) -> Cleaned:
@@ -141,16 +158,20 @@ def clean(
         references: their texts are never dropped. Those named in `settings.against` count as earlier rows for exact
             and near-duplicates; those called "eval" are what decontamination looks for.
         seed: of the hash functions of MinHash.
+        listed: the entries of `settings.drops`, found among the pool's ids; these records go before any step.
         batch_characters: texts worked on at a time; the result does not depend on it.
 
     Raises:
-        SelectionError: `texts` can be read only once or changes, or decontamination has nothing to look for.
+        SelectionError: `texts` can be read only once or changes, decontamination has nothing to look for, or `drops`
+            are named and not handed in.
     """
+    if settings.drops and listed is None:
+        raise SelectionError("drops: clean reads no files; read them into a Listed and pass it as listed")
     if isinstance(texts, Iterator):
         raise SelectionError(
             "hygiene reads the texts more than once; pass a list or a view of the file, not a generator"
         )
-    return _Cleaning(texts, settings, references, seed, batch_characters, progress).run()
+    return _Cleaning(texts, settings, references, seed, listed, batch_characters, progress).run()
 
 
 class _Cleaning:
@@ -162,6 +183,7 @@ class _Cleaning:
         settings: Hygiene,
         references: Sequence[Reference],
         seed: int,
+        listed: Listed | None,
         batch_characters: int,
         progress: Progress | None,
     ):
@@ -174,9 +196,11 @@ class _Cleaning:
         self.compared = np.concatenate(
             [np.full(len(ref.texts), ref.name in settings.against) for ref in references] or [np.empty(0, dtype=bool)]
         )
-        self.exact = ExactDuplicates() if settings.exact else None
-        self.near = None if settings.near is None else NearDuplicates(settings.near, seed=seed)
-        self.rules = [("kept", "")]
+        memory = int((settings.memory_gib - WORKING_GIB) * 2**30)
+        self.exact = ExactDuplicates(memory=memory) if settings.exact else None
+        self.near = None if settings.near is None else NearDuplicates(settings.near, seed=seed, memory=memory)
+        self.listed = listed
+        self.rules = [("kept", "")] if listed is None else [("kept", ""), (LISTED, "listed in drops")]
         self.diagnostics: dict[str, Any] = {}
         self.decontaminator = None
         if settings.decontaminate is not None:
@@ -189,6 +213,7 @@ class _Cleaning:
 
     def run(self) -> Cleaned:
         self._first_pass()
+        self._drop_listed()
         self._drop_exact()
         if self.near is not None:
             self.near.propose(self._alive())
@@ -203,12 +228,13 @@ class _Cleaning:
             match=self.match,
             references=self.references,
             pieces=pieces,
+            listed=self.listed,
             diagnostics=self.diagnostics,
         )
 
     def _first_pass(self) -> None:
         """Filters, digests of whole texts and band keys."""
-        rules, values = [], []
+        rules, values = Growing(np.uint8), Growing(np.float64)
         for batch in self._batches(chain(self.earlier, self.texts), "filters and signatures", whole=True):
             numbers = np.zeros(len(batch), np.uint8)
             figures = np.full(len(batch), np.nan)
@@ -224,9 +250,8 @@ class _Cleaning:
             if self.near is not None:
                 self.near.sign(normalised)
         skip = len(self.earlier)
-        self.rule = np.concatenate([np.empty(0, np.uint8), *rules])[skip:]
-        self.value = np.concatenate([np.empty(0), *values])[skip:]
-        self.match = np.full(len(self.rule), -1)
+        self.rule, self.value = rules.array()[skip:], values.array()[skip:]
+        self.match = made(len(self.rule), np.int64, lambda low, high: -1)
 
     def _second_pass(self) -> None:
         """Shingle sets of proposed rows, and n-grams shared with evaluation texts."""
@@ -246,6 +271,19 @@ class _Cleaning:
                 "pass texts that stay the same"
             )
 
+    def _drop_listed(self) -> None:
+        if self.listed is None:
+            return
+        if len(self.listed.entry) != len(self.rule):
+            raise SelectionError(
+                f"listed: found among {len(self.listed.entry)} ids, and the pool has {len(self.rule)} texts; "
+                "give Listed.find an id for every text"
+            )
+        for low, high in blocks(len(self.rule)):
+            rows = low + np.flatnonzero(self.listed.entry[low:high] >= 0)
+            self.rule[rows] = 1
+            self.value[rows] = np.nan
+
     def _drop_exact(self) -> None:
         if self.exact is not None:
             self._drop_repeats(self.exact.first(self._alive()), "exact-duplicate", "the same text")
@@ -255,25 +293,26 @@ class _Cleaning:
             first, similarity = self.near.resolve()
             assert self.settings.near is not None
             rule = f"Jaccard similarity of at least {self.settings.near.threshold:g}, or a chain of such pairs"
-            self.value[:] = np.where(
-                self._drop_repeats(first, "near-duplicate", rule), similarity[len(self.earlier) :], self.value
-            )
+            self._drop_repeats(first, "near-duplicate", rule, similarity)
             self.diagnostics["near"] = self.near.diagnostics
 
-    def _drop_repeats(self, first: np.ndarray, cause: str, rule: str) -> np.ndarray:
-        """Drop the rows of the pool that have an earlier `first`; (N,) bool: which."""
+    def _drop_repeats(self, first: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
+        """Drop the rows of the pool that have an earlier `first`, each for its `value`. Both count references too."""
         number = self._number(cause, rule)
         skip = len(self.earlier)
-        repeats = first[skip:] != np.arange(skip, len(first))
-        self.rule[repeats] = number
-        self.match[repeats] = first[skip:][repeats]
-        return repeats
+        for low, high in blocks(len(self.rule)):
+            part = first[skip + low : skip + high]
+            repeats = np.flatnonzero(part != np.arange(skip + low, skip + high))
+            self.rule[low + repeats] = number
+            self.match[low + repeats] = part[repeats]
+            if value is not None:
+                self.value[low + repeats] = value[skip + low + repeats]
 
     def _decontaminate(self) -> dict[int, Spans]:
         finder, settings = self.decontaminator, self.settings.decontaminate
         if finder is None or settings is None:
             return {}
-        rows, owner = finder.contaminated(self.rule == 0)
+        rows, owner = finder.contaminated(self._alive()[len(self.earlier) :])
         self.diagnostics["decontaminate"] = finder.diagnostics
         before = 0  # the evaluation texts' place among the references
         places: list[int] = []
@@ -302,7 +341,11 @@ class _Cleaning:
 
     def _alive(self) -> np.ndarray:
         """(R + N,) bool: rows that take part in a comparison."""
-        return np.concatenate([self.compared, self.rule == 0])
+        alive = Growing(np.bool_)
+        alive.append(self.compared)
+        for low, high in blocks(len(self.rule)):
+            alive.append(self.rule[low:high] == 0)
+        return alive.array()
 
     def _number(self, cause: str, rule: str) -> int:
         if (cause, rule) not in self.rules:

@@ -1,11 +1,21 @@
-"""Arrays that grow: in memory while they are small, in an unnamed file on disk when they are not."""
+"""Arrays of one value for each of many rows: in memory while they are small, in an unnamed file on disk when they are
+not."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import numpy as np
+
+_BLOCK = 1 << 18
+
+
+def blocks(count: int) -> Iterator[tuple[int, int]]:
+    """(low, high) of one block of rows after another; what is done block by block takes no memory that grows."""
+    for low in range(0, count, _BLOCK):
+        yield low, min(low + _BLOCK, count)
 
 
 class Growing:
@@ -26,6 +36,8 @@ class Growing:
     def append(self, values: np.ndarray) -> None:
         """Add values at the end."""
         part = np.ascontiguousarray(values, dtype=self.dtype)
+        if not len(part):
+            return
         self.length += len(part)
         self._parts.append(part)
         self._held += part.nbytes
@@ -37,7 +49,7 @@ class Growing:
             self._parts, self._held = [], 0
 
     def array(self) -> np.ndarray:
-        """All values so far; read-only where they live on disk."""
+        """All values so far; what is written into it stays."""
         if self._file is None:
             self._parts = [np.concatenate(self._parts)] if self._parts else [np.empty(0, self.dtype)]
             return self._parts[0]
@@ -45,4 +57,15 @@ class Growing:
             held.tofile(self._file)
         self._parts, self._held = [], 0
         self._file.flush()
-        return np.memmap(self._file, dtype=self.dtype, mode="r", shape=(self.length,))
+        return np.asarray(np.memmap(self._file, dtype=self.dtype, mode="r+", shape=(self.length,)))
+
+
+def made(count: int, dtype: Any, make: Callable[[int, int], Any]) -> np.ndarray:
+    """An array of `count` values, to be written into; `make(low, high)` gives those of a block, or one for all of it.
+
+    The file of a large one is written here and not by the map, so that a full disk is an OSError.
+    """
+    out = Growing(dtype)
+    for low, high in blocks(count):
+        out.append(np.broadcast_to(make(low, high), high - low))
+    return out.array()

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -189,3 +190,50 @@ def test_what_cannot_work_is_refused(files, tmp_path: Path, capsys) -> None:
     assert select(files, tmp_path / "out", *hygiene(files, "exact true"), budget=25) == 2
     assert "budget" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_the_answer_of_another_tool_is_followed(files, tmp_path: Path, form: str) -> None:
+    answer = tmp_path / f"answer.{form}"
+    ids, matches, reasons = ["r2", "again", "r9"], ["r1", "r3", None], ["minhash", None, "spam"]
+    if form == "csv":
+        answer.write_text("id,match,why\nr2,r1,minhash\nagain,r3,\nr9,,spam\n", encoding="utf-8")
+    elif form == "jsonl":
+        told = zip(ids, matches, reasons, strict=True)
+        write_rows(answer, [{"id": i, "match": m, "why": w, "text": "as datatrove keeps it"} for i, m, w in told])
+    else:
+        pq.write_table(pa.table({"id": ids, "match": matches, "why": reasons}), answer)
+    out = tmp_path / "out"
+    assert select(files, out, "--select.hygiene.drops", str(answer), "--select.hygiene.exact", "true") == 0
+    drops = read_lines(out / "drops.jsonl")
+    assert [(d["id"], d["cause"], d["rule"], d["match"], d["match_in"]) for d in drops] == [
+        ("r2", "listed", "minhash", "r1", "pool"),
+        ("r5", "exact-duplicate", "the same text", "t", "target"),
+        ("r9", "listed", "spam", None, None),
+        ("again", "listed", "listed in drops", "r3", "pool"),
+    ]
+    kept = set(pq.read_table(out / "scores.parquet")["id"].to_pylist())
+    assert not kept & {"r2", "r9", "again", "r5"} and {"r1", "r3", "nearly"} <= kept
+    told = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    assert told["hygiene"]["dropped"] == {"listed": 3, "exact-duplicate": 1}
+    assert told["hygiene"]["listed"] == {"entries": 3, "unknown": 0}
+    assert Path(told["inputs"][-1]["path"]).name == answer.name and told["inputs"][-1]["sha256"]
+
+
+def test_an_answer_for_another_pool_is_refused_or_counted(files, tmp_path: Path, capsys) -> None:
+    rows = [{"id": "r2"}, {"id": "r77"}, {"id": "r78"}]
+    answer = write_rows(tmp_path / "answer.jsonl", rows)
+    drops = ["--select.hygiene.drops", answer]
+    assert select(files, tmp_path / "out", *drops) == 2
+    message = capsys.readouterr().err
+    assert f"{answer}:2: the pool has no record 'r77' (2 of 3 ids" in message and "--bad-rows skip" in message
+    assert not (tmp_path / "out").exists()
+    write_rows(tmp_path / "answer.jsonl", [*rows, {"why": "nothing"}])
+    assert select(files, tmp_path / "out", *drops) == 2
+    assert f"{answer}:4: no column 'id'" in capsys.readouterr().err
+    assert select(files, tmp_path / "out", *drops, "--bad-rows", "skip") == 0
+    assert [d["id"] for d in read_lines(tmp_path / "out" / "drops.jsonl")] == ["r2"]
+    told = json.loads((tmp_path / "out" / "manifest.json").read_text(encoding="utf-8"))
+    assert told["hygiene"]["listed"] == {"entries": 3, "unknown": 2}
+    assert select(files, tmp_path / "none", "--select.hygiene.drops", str(tmp_path / "answr.jsonl")) == 2
+    assert "did you mean" in capsys.readouterr().err

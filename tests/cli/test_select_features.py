@@ -137,7 +137,7 @@ def test_static_vectors_from_a_text_file(files, tmp_path: Path) -> None:
         ),
         (["--select.relevance.temperature", "2"], "relevance.temperature has no effect with use choose"),
         (["--embedder", "static:nowhere"], "nowhere: no such directory or file of word vectors"),
-        (["--select.cache", "p.jsonl"], "no cache can be kept there"),
+        (["--select.cache", "p.jsonl"], "nothing can be written there"),
     ],
 )
 def test_refusals_are_one_sentence_and_leave_nothing(files, tmp_path: Path, monkeypatch, capsys, more, words) -> None:

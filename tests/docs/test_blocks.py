@@ -74,6 +74,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("target.jsonl", "task-train.jsonl", "rows.jsonl", "clean.jsonl"):
         rows(name, talk)
     rows("test.jsonl", ["a robin in a tree sings of the letter"])
+    Path("removed.jsonl").write_text('{"id": "3", "match": "1", "why": "minhash"}\n', encoding="utf-8")
     rows("toxic.jsonl", ["you stupid wren", "stupid red robin"])
     rows("tones.jsonl", [*talk, *(f"stupid {text}" for text in talk)], label=["fine"] * 10 + ["toxic"] * 10)
     rows("prompts.jsonl", ["you stupid"])
@@ -129,7 +130,7 @@ def test_the_page_on_feature_shards(home: Path) -> None:
         np.save(f"features/part-{part:05}.npy", whole[at])
         names = [str(i) for i in range(40)[at]]
         Path(f"features/part-{part:05}.ids").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
-    (python,) = blocks("feature-shards.md", "python")
+    python, *_ = blocks("feature-shards.md", "python")  # the others: test_shards_page
     exec(compile(python, "feature-shards.md", "exec"), {})
     do(commands("feature-shards.md"))
     assert Path("selection/selected.jsonl").is_file()

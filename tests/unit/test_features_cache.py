@@ -109,7 +109,7 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path, embed, dtype, words):
 
 def test_a_cache_that_cannot_be_written_is_one_sentence(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(SelectionError, match="no cache can be kept there"):
+    with pytest.raises(SelectionError, match="nothing can be written there"):
         FeatureCache(tmp_path / "file").features(TEXTS, Embed(), key="k")
     with pytest.raises(SelectionError, match="no texts"):
         FeatureCache(tmp_path).features([], Embed(), key="k")

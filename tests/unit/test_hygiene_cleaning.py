@@ -14,11 +14,13 @@ from selection.hygiene import (
     Hygiene,
     Language,
     Length,
+    Listed,
     NearDuplicates,
     Reference,
     Repetition,
     clean,
 )
+from selection.hygiene.store import Growing
 
 EVERY_STEP = Hygiene(
     length=Length(min_words=3),
@@ -197,6 +199,7 @@ def test_texts_that_cannot_be_read_again() -> None:
         (lambda: Decontaminate(margin=-1), "margin must be ≥ 0"),
         (lambda: Length(max_chars=5, min_chars=6), "max_chars must be ≥ min_chars 6, got 5"),
         (lambda: Length(max_words=5, min_words=6), "max_words must be ≥ min_words 6, got 5"),
+        (lambda: Hygiene(memory_gib=0.1), "memory_gib must be ≥ 0.25, got 0.1"),
         (lambda: Language(keep=()), "keep must name at least one"),
         (lambda: Language(keep=("english",)), "keep must hold codes out of en, de, .* got 'english'"),
         (lambda: Repetition(lines=2), "lines must be between 0 and 1"),
@@ -207,3 +210,51 @@ def test_settings_out_of_range_are_one_sentence(build, words: str) -> None:
     with pytest.raises(SelectionError, match=words) as caught:
         build()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [1 << 19, 64])
+def test_what_another_tool_listed_goes_first_and_with_its_reason(limit: int, monkeypatch) -> None:
+    monkeypatch.setattr(Growing.__init__, "__defaults__", (limit,))
+    draw = random.Random(4)
+    names = [f"r{row}\u00e9" for row in range(500)]
+    texts = ["", *(f"text number {row} of its own kind" for row in range(1, 499)), "text number 7 of its own kind"]
+    gone = sorted(draw.sample(range(500), 60))
+    entries = [(names[row], names[row - 1] if row % 2 else "", f"why {row}" if row % 3 else "") for row in gone]
+    entries += [("elsewhere", "", ""), ("r7", "", "")]
+    draw.shuffle(entries)
+    listed = Listed(memory=1 << 16)
+    for low in range(0, len(entries), 7):
+        listed.add(*zip(*entries[low : low + 7], strict=True))
+    listed.find(names)
+    assert [entries[number][0] for number in listed.unknown] == [
+        name for name, _, _ in entries if name in ("elsewhere", "r7")
+    ]
+    cleaned = clean(texts, Hygiene(drops=("answer.csv",), length=Length(), exact=True), listed=listed)
+    drops = list(cleaned.drops(names))
+    told = [
+        {
+            "id": names[row],
+            "cause": "listed",
+            "rule": f"why {row}" if row % 3 else "listed in drops",
+            "value": None,
+            "match": names[row - 1] if row % 2 else None,
+            "match_in": "pool" if row % 2 else None,
+        }
+        for row in gone
+    ]
+    assert [drop for drop in drops if drop["cause"] == "listed"] == told
+    others = {drop["id"]: drop["cause"] for drop in drops if drop["cause"] != "listed"}
+    expected = {names[0]: "length"} if 0 not in gone else {}
+    expected |= {names[499]: "exact-duplicate"} if not {7, 499} & set(gone) else {}
+    assert others == expected, "a listed record is charged to its list, and nothing repeats it"
+    assert cleaned.counts()["listed"] == 60 and len(cleaned.kept) == 500 - 60 - len(expected)
+
+
+def test_a_list_that_was_not_read_or_is_of_another_pool_is_refused() -> None:
+    with pytest.raises(SelectionError, match="pass it as listed"):
+        clean(["a"], Hygiene(drops=("answer.csv",)))
+    listed = Listed(memory=1 << 16)
+    listed.add(["a"], [""], [""])
+    listed.find(["a", "b"])
+    with pytest.raises(SelectionError, match="among 2 ids, and the pool has 1 texts"):
+        clean(["a"], Hygiene(drops=("answer.csv",)), listed=listed)

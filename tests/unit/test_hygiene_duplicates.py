@@ -11,8 +11,9 @@ import pytest
 
 from selection.errors import SelectionError
 from selection.hygiene import NearDuplicates as Settings
-from selection.hygiene import duplicates
-from selection.hygiene.duplicates import ExactDuplicates, MinHasher, NearDuplicates, bands_for, normalise
+from selection.hygiene import crowds, duplicates
+from selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
+from selection.hygiene.minhash import MinHasher, bands_for
 from selection.hygiene.shingles import Shingler
 from selection.hygiene.store import Growing
 
@@ -62,7 +63,7 @@ def components(sets: Sequence[set], threshold: float) -> list[int]:
 def find(
     texts: Sequence[str], settings: Settings, *, batch: int = 50, alive: np.ndarray | None = None
 ) -> tuple[NearDuplicates, np.ndarray, np.ndarray]:
-    finder = NearDuplicates(settings, seed=1)
+    finder = NearDuplicates(settings, seed=1, memory=1 << 26)
     batches = [texts[low : low + batch] for low in range(0, len(texts), batch)]
     for some in batches:
         finder.sign(some)
@@ -82,7 +83,7 @@ def test_normalisation_and_first_occurrence_match_a_dictionary() -> None:
         for _ in range(200)
     ]
     texts += ["e\u0301t\u00e9", "\u00e9te\u0301", "\ud800 broken"]
-    finder = ExactDuplicates()
+    finder = ExactDuplicates(memory=1 << 26)
     for low in range(0, len(texts), 7):
         finder.add([normalise(text) for text in texts[low : low + 7]])
     alive = np.array([draw.random() < 0.8 for _ in texts])
@@ -172,7 +173,7 @@ def test_signatures_of_long_and_empty_texts(monkeypatch) -> None:
     starts = np.cumsum(counts) - counts
     naive = [(maps[:, s : s + c] % 2**32).min(axis=1) for s, c in zip(starts, counts, strict=True) if c]
     np.testing.assert_array_equal(whole[:, [1, 2, 4]], np.stack(naive, axis=1))
-    monkeypatch.setattr("selection.hygiene.duplicates._TILE", 17)
+    monkeypatch.setattr("selection.hygiene.minhash._TILE", 17)
     np.testing.assert_array_equal(whole, MinHasher(20, seed=0).signatures(hashes, counts))
 
 
@@ -262,7 +263,7 @@ def test_a_chain_joins_texts_that_are_not_similar_themselves() -> None:
 
 def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -> None:
     """All texts share their band keys (one band of one row that is always the same), but few are similar."""
-    monkeypatch.setattr(duplicates, "WINDOW", 16)
+    monkeypatch.setattr(crowds, "WINDOW", 16)
     monkeypatch.setattr(
         duplicates, "band_keys", lambda signatures, bands, rows: np.zeros((bands, signatures.shape[1]), np.uint64)
     )
@@ -272,7 +273,7 @@ def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -
     assert finder.bands == 1
     assert first[40] == 0, "the first of the crowd is compared with every row"
     assert first[41] == 25, "within the window"
-    reach = [(i, j) for j in range(42) for i in range(j) if i == 0 or j - i <= duplicates.WINDOW]
+    reach = [(i, j) for j in range(42) for i in range(j) if i == 0 or j - i <= crowds.WINDOW]
     label = first.tolist()
     apart = sum(label[i] != label[j] for j in range(42) for i in range(j))
     assert finder.diagnostics["left_out"] == apart - sum(label[i] != label[j] for i, j in reach)

@@ -59,6 +59,8 @@ def _examples(selection: Selection) -> list[list[str]]:
 def _notes(told: dict[str, Any]) -> list[str]:
     notes = []
     ngrams, near = told.get("decontaminate", {}), told.get("near", {})
+    if told.get("listed", {}).get("unknown"):
+        notes.append(f"{told['listed']['unknown']:,} ids that were listed to drop are those of no record.")
     if ngrams.get("too_short"):
         notes.append(f"{ngrams['too_short']:,} evaluation texts are too short to be looked for by their words.")
     if ngrams.get("common"):

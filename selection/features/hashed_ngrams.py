@@ -1,0 +1,40 @@
+"""Word n-grams of a text hashed into few signed counters: features without anything to fit, so that any number of
+machines make the same (Weinberger et al. 2009, arXiv 0902.2206)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from selection.errors import SelectionError
+from selection.features.pooling import normalised
+from selection.lazy import np
+
+
+class HashedNgrams:
+    """texts → (n, dim) float32. Callable; two texts' inner product estimates that of their n-gram counts, scaled to 1.
+
+    dim: counters. longest: words of the longest n-grams. A text without a word is a row of zeros.
+
+    Raises SelectionError for a size below 1.
+    """
+
+    def __init__(self, dim: int = 512, longest: int = 2):
+        for name, value in (("dim", dim), ("longest", longest)):
+            if value < 1:
+                raise SelectionError(f"{name} must be at least 1, got {value}")
+        self.dim, self.longest = dim, longest
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        return normalised(np.asarray(self._counter().transform(texts).todense()))
+
+    def _counter(self) -> Any:
+        from sklearn.feature_extraction.text import HashingVectorizer
+
+        return HashingVectorizer(
+            n_features=self.dim,
+            ngram_range=(1, self.longest),
+            token_pattern=r"\w+",
+            norm=None,
+            dtype=np.float32,
+        )

@@ -1,0 +1,85 @@
+"""Any number of keys in ascending order under a limit of memory: sorted runs on disk, merged window by window (Knuth,
+The Art of Computer Programming, volume 3, section 5.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from selection.hygiene.store import Growing, blocks
+
+Keyed = tuple[np.ndarray, np.ndarray]
+"""keys (n,) uint64 and the rows (n,) int64 that they are of."""
+
+_ROW_BYTES = 48
+"""Of a row while a run is sorted: key and row as they came and as they are sorted, the order, the sort's workspace."""
+
+
+def sort_keys(keyed: Iterable[Keyed], memory: int) -> Iterator[Keyed]:
+    """Keys in ascending order, equal ones in the order of their rows, in blocks.
+
+    keyed: blocks whose rows ascend, from one block to the next too. memory: bytes that a run may take while it is
+    sorted. What comes out is the same for any `memory`.
+    """
+    capacity = max(memory // _ROW_BYTES, 1)
+    keys, rows = Growing(np.uint64), Growing(np.int64)
+    borders = [0]
+    for run_keys, run_rows in _runs(keyed, capacity):
+        if borders == [0] and len(run_keys) < capacity:  # the only one
+            yield from _in_blocks(run_keys, run_rows)
+            return
+        keys.append(run_keys)
+        rows.append(run_rows)
+        borders.append(borders[-1] + len(run_keys))
+    for some_keys, some_rows in _merged(keys.array(), rows.array(), borders, max(capacity // len(borders), 1)):
+        yield from _in_blocks(some_keys, some_rows)
+
+
+def _in_blocks(keys: np.ndarray, rows: np.ndarray) -> Iterator[Keyed]:
+    for low, high in blocks(len(keys)):
+        yield keys[low:high], rows[low:high]
+
+
+def _runs(keyed: Iterable[Keyed], capacity: int) -> Iterator[Keyed]:
+    """Sorted runs of `capacity` rows; only the last is shorter."""
+    held: list[Keyed] = []
+    count = 0
+    for keys, rows in keyed:
+        while count + len(keys) >= capacity:
+            room = capacity - count
+            held.append((keys[:room], rows[:room]))
+            yield _sorted(held)
+            count, keys, rows = 0, keys[room:], rows[room:]
+        if len(keys):
+            held.append((keys, rows))
+            count += len(keys)
+    if held:
+        yield _sorted(held)
+
+
+def _sorted(held: list[Keyed]) -> Keyed:
+    """The blocks of `held`, which is emptied, as one in the order of the keys."""
+    keys, rows = (np.concatenate(part) for part in zip(*held, strict=True))
+    held.clear()
+    order = np.argsort(keys, kind="stable")
+    return keys[order], rows[order]
+
+
+def _merged(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: int) -> Iterator[Keyed]:
+    """The runs between `borders` as one. Each time, of every run what is no greater than the end of the window that
+    ends first; where equal keys go on beyond it, later runs wait with theirs."""
+    at, ends = borders[:-1], borders[1:]
+    while any(low < end for low, end in zip(at, ends, strict=True)):
+        reach = [min(low + window, end) for low, end in zip(at, ends, strict=True)]
+        beyond = [run for run, end in enumerate(ends) if reach[run] < end]
+        if beyond:
+            least = min(beyond, key=lambda run: (keys[reach[run] - 1], run))
+            limit = keys[reach[least] - 1]
+            for run, low in enumerate(at):
+                if run != least:
+                    here = keys[low : reach[run]]
+                    reach[run] = low + int(here.searchsorted(limit, side="right" if run < least else "left"))
+        some = [slice(low, high) for low, high in zip(at, reach, strict=True)]
+        yield _sorted([(keys[part], rows[part]) for part in some])
+        at = reach
