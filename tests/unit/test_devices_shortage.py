@@ -128,7 +128,7 @@ def test_a_regularizer_is_detached_before_the_plan_is_measured(tmp_path, source,
     with pytest.raises(OutOfMemory, match=r"in update [12]: ") as caught:
         fit(engine, tmp_path / "run", regularizer=build(config))
     assert f"backbone {gib(plain.backbone)}," in str(caught.value)
-    assert f"activations {gib(plain.activations)})" in str(caught.value)
+    assert f"activations {gib(plain.activations)}, work {gib(plain.work)})" in str(caught.value)
 
 
 def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
