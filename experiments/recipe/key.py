@@ -25,6 +25,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("task", "metrics"): (),
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
+    ("hygiene", "drops"): (),
 }
 """(block, key) → default, where later versions added keys whose default is not null; at it they name no other run."""
 
@@ -41,6 +42,8 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
     for name in (*_PLACES, "peak_tflops", "max_cut"):  # the last refuses, and changes no figure
         tree["train"].pop(name)
     tree["data"].pop("cache")
+    if tree["select"]:
+        tree["select"]["hygiene"].pop("memory_gib")  # where records' arrays lie, not which are dropped
     tree["eval"].pop("cold")  # figures of the backbone, beside those of the run
     if tree["train"]["adapter_precision"] == "auto":
         tree["train"]["adapter_precision"] = "fp32"

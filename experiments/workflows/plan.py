@@ -106,7 +106,7 @@ def plan(
 
 def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, int]]:
     """The recipe with its epochs as updates, and the rows of its own training files with their tokens."""
-    from experiments.data.epochs import in_steps
+    from experiments.data.sources import in_steps
     from experiments.data.splits import prepare
     from finetune.data.columns import Examples
     from finetune.seeds import derive

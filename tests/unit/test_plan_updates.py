@@ -18,7 +18,7 @@ from finetune.compute import attention
 from finetune.compute.numerics import without_input_casts
 from finetune.compute.precision import autocast
 from finetune.config import Adapter, Mesh, Optimizer, Train
-from finetune.data.batches import MicroBatch, Sides
+from finetune.data.micro_batch import MicroBatch, Sides
 from finetune.parallel.build import build_engine
 from finetune.parallel.mesh import World
 from finetune.planner.cluster import read_sizes

@@ -247,7 +247,7 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
     recipe = resolved.recipe
     from experiments.recipe.auto import backbone_directory
 
-    backbone = footprint.Sizes.read(backbone_directory(recipe.backbone), recipe.adapter)
+    backbone = footprint.Sizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")
     wide, less = (
         footprint.footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=train).total

@@ -224,9 +224,13 @@ class Plan:
         recipe = self.resolve("", "")
         assert recipe.select is not None
         rows = tuple(self._rows.values())
+        hygiene = settings_tree(recipe.select.hygiene)
+        hygiene.pop("memory_gib")  # where records' arrays lie, not which are dropped
+        if not hygiene["drops"]:
+            hygiene.pop("drops")  # came later than the pools that are kept
         key = short_hash(
             [
-                "pool", digest(file), file_digest(Path(tags)), whole.pool_rows, settings_tree(recipe.select.hygiene),
+                "pool", digest(file), file_digest(Path(tags)), whole.pool_rows, hygiene,
                 settings_tree(recipe.select.columns), recipe.select.bad_rows,
                 [r.identity for r in rows] if recipe.select.hygiene.on else None,
             ]
