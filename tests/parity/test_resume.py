@@ -144,7 +144,7 @@ def test_kill_minus_nine_inside_save_and_rename(sources, tmp_path):
                 return result
             return wrapped
         import safetensors.torch
-        from finetune.train import checkpoint
+        from finetune.train import checkpointer as checkpoint
         if place == "tensors":
             safetensors.torch.save_file = second(False, safetensors.torch.save_file)
         elif place == "json":

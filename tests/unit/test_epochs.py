@@ -109,11 +109,11 @@ def test_without_epochs_nothing_changes_and_too_many_are_refused(tmp_path):
         in_steps(many, prepare(many.recipe).train, seed=0)
 
 
-def test_plan_asks_for_steps_or_tokens():
+def test_plan_takes_the_tokens_that_are_told_before_epochs():
     flag = [from_override("train.epochs", "2")]
-    with pytest.raises(UserError, match=r"--tokens or train\.steps"):
-        plan("language-model", flag)
-    assert plan("language-model", flag, tokens=1e6)["tokens"] == 1e6
+    told = plan("language-model", flag, tokens=1e6)
+    assert told["tokens"] == 1e6 and told["data"] is None
+    assert plan("language-model", flag)["data"]["updates"] > 0
 
 
 def test_a_run_keeps_its_steps(tmp_path, capsys):
