@@ -20,7 +20,8 @@ from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import studied
 from benchmarks.studies.selection_quality.study import DOCUMENT, study_quality
 
-RECIPE = ROOT / "benchmarks" / "studies" / "selection_quality" / "selection-short.yaml"
+RECIPE = Path("benchmarks/studies/selection_quality/selection-short.yaml")
+"""From the project's root, as the report names its command."""
 KEPT = RESULTS / "selection_short"
 BARS = {"dsir": -0.08, "gotd": -0.12}
 """How far below these the perplexity has to be, mean over targets."""
