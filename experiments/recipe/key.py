@@ -28,6 +28,8 @@ _LATER: dict[tuple[str, str], Any] = {
     ("hygiene", "drops"): (),
 }
 """(block, key) → default, where later versions added keys whose default is not null; at it they name no other run."""
+_IDLE = (("hygiene", "memory_gib"),)
+"""(block, key) whose value changes no result: where records' arrays lie, not which are dropped."""
 
 
 def recipe_key(recipe: Recipe, inputs: Any) -> str:
@@ -42,14 +44,12 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
     for name in (*_PLACES, "peak_tflops", "max_cut"):  # the last refuses, and changes no figure
         tree["train"].pop(name)
     tree["data"].pop("cache")
-    if tree["select"]:
-        tree["select"]["hygiene"].pop("memory_gib")  # where records' arrays lie, not which are dropped
     tree["eval"].pop("cold")  # figures of the backbone, beside those of the run
     if tree["train"]["adapter_precision"] == "auto":
         tree["train"]["adapter_precision"] = "fp32"
     if tree["train"]["backbone_precision"] == "auto":
         tree["train"]["backbone_precision"] = "same"
-    _forget_later(tree)
+    _forget(tree)
     return short_hash([_present(tree), inputs])
 
 
@@ -64,15 +64,25 @@ def settings_tree(settings: Any) -> Any:
     return _present(dataclasses.asdict(settings))
 
 
-def _forget_later(tree: dict[str, Any]) -> None:
-    """Take what `_LATER` has out of the blocks that are called so, at any depth."""
+def block_tree(block: str, settings: Any) -> Any:
+    """`settings_tree` of the recipe's block of that name, without what `recipe_key` leaves out of it."""
+    tree = {block: dataclasses.asdict(settings)}
+    _forget(tree)
+    return _present(tree)[block]
+
+
+def _forget(tree: dict[str, Any]) -> None:
+    """Take what `_LATER` and `_IDLE` have out of the blocks that are called so, at any depth."""
     for block, values in tree.items():
         if not isinstance(values, dict):
             continue
         for (where, name), default in _LATER.items():
             if where == block and values.get(name) == default:
                 values.pop(name)
-        _forget_later(values)
+        for where, name in _IDLE:
+            if where == block:
+                values.pop(name, None)
+        _forget(values)
 
 
 def _present(tree: Any) -> Any:

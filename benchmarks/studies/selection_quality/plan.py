@@ -13,7 +13,7 @@ from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
 from experiments.recipe import from_override, recipe_key
 from experiments.recipe.auto import settled
 from experiments.recipe.config import Recipe
-from experiments.recipe.key import settings_tree, short_hash
+from experiments.recipe.key import block_tree, settings_tree, short_hash
 from experiments.recipe.resolve import resolve_tree
 from experiments.recipe.tree import Branch
 from experiments.studies.cell import file_digest as digest
@@ -224,13 +224,10 @@ class Plan:
         recipe = self.resolve("", "")
         assert recipe.select is not None
         rows = tuple(self._rows.values())
-        hygiene = settings_tree(recipe.select.hygiene)
-        hygiene.pop("memory_gib")  # where records' arrays lie, not which are dropped
-        if not hygiene["drops"]:
-            hygiene.pop("drops")  # came later than the pools that are kept
         key = short_hash(
             [
-                "pool", digest(file), file_digest(Path(tags)), whole.pool_rows, hygiene,
+                "pool", digest(file), file_digest(Path(tags)), whole.pool_rows,
+                block_tree("hygiene", recipe.select.hygiene),
                 settings_tree(recipe.select.columns), recipe.select.bad_rows,
                 [r.identity for r in rows] if recipe.select.hygiene.on else None,
             ]
