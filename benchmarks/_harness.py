@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 from benchmarks import _instructions
 from finetune.atomic import write_json
+from finetune.compute.process_memory import process_bytes
 from finetune.processor import processor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -141,10 +142,10 @@ class PeakMemory:
 
 def anonymous_rss() -> int:
     """Bytes of anonymous resident memory (mapped files do not count)."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("RssAnon is not reported by this kernel")
+    found = process_bytes("RssAnon")
+    if found is None:
+        raise RuntimeError("RssAnon is not reported by this kernel")
+    return found
 
 
 # --------------------------------------------------------------------------------------------- children
