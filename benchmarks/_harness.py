@@ -59,8 +59,8 @@ def cpu_clock() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime
 
 
-def peak_bytes(step: Callable[[], Any]) -> float:
-    """Bytes alive at the worst moment of `step()`, by the allocator's record: all tensors there are, and its own."""
+def held_bytes() -> float:
+    """Bytes of all tensors that this process holds now, whoever made them."""
     import gc
 
     import torch
@@ -70,6 +70,14 @@ def peak_bytes(step: Callable[[], Any]) -> float:
     for tensor in (t for t in gc.get_objects() if isinstance(t, torch.Tensor)):
         with contextlib.suppress(RuntimeError):  # of a DTensor, whose part is a tensor of its own
             alive[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return float(sum(alive.values()))
+
+
+def peak_bytes(step: Callable[[], Any]) -> float:
+    """Bytes alive at the worst moment of `step()`, by the allocator's record: all tensors there are, and its own."""
+    import torch
+
+    held = held_bytes()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     kineto: Any = profiler.profiler
@@ -78,7 +86,7 @@ def peak_bytes(step: Callable[[], Any]) -> float:
     for event in sorted(events, key=lambda e: e.start_ns()):
         level += event.nbytes()
         highest = max(highest, level)
-    return float(sum(alive.values()) + highest)
+    return held + highest
 
 
 def cpu_seconds(run: Callable[[], Any]) -> float:
