@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from selection.methods.perplexity import Measure
 
 Inner = (
-    GotD
+    MooreLewis
+    | GotD
     | GotDContrast
     | Random
     | KNN
     | RoundRobin
     | DSIR
-    | MooreLewis
     | Classifier
     | TSDS
     | Less

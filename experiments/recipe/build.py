@@ -122,6 +122,13 @@ def _component(components: list[type], tree: Tree, path: str, origins: Origins) 
                 f"{kind.where}: unknown kind {_shown(kind)} for {path}{nearest(str(getattr(kind, 'value', '')), kinds)}"
             )
         name = kind.value
+    for key in tree.children if kind is None else ():
+        having = [other for other, component in kinds.items() if key in map(key_of, _hints(component))]
+        if having and name not in having:
+            raise UserError(
+                f"{tree.keys.get(key, tree.where)}: {path} is {name} unless told otherwise, which has no {key!r}; name "
+                f"{path}.kind too ({', '.join(having)})"
+            )
     return build(kinds[name], tree, path=path, origins=origins)
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from experiments.recipe.build import Origins, build, nearest
 from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch, Leaf, Tree, key_of, merge, parse, parse_file
+from experiments.recipe.tree import Branch, Leaf, Tree, from_override, key_of, merge, parse, parse_file
 from finetune.atomic import read_object
 from finetune.config import Files, Source, TrainFiles
 from finetune.data.chat.template import shipped_templates, template_text
@@ -115,7 +115,7 @@ def recipe_tree(reference: str) -> Branch:
 def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
     """Lay overrides over a tree and build it, as `load_recipe`."""
     origins: Origins = {}
-    recipe = build(of, lay(tree, overrides), origins=origins)
+    recipe = build(of, _on_vectors(lay(tree, overrides)), origins=origins)
     if recipe.train.epochs is not None and "train.steps" in origins:
         raise UserError(
             f"{origins['train.epochs']}: train.epochs and train.steps ({origins['train.steps']}) both say how long to "
@@ -123,6 +123,17 @@ def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type
         )
     recipe, origins = _with_finished_selection(recipe, origins)
     return Resolved(_anchored(recipe), name, origins)
+
+
+def _on_vectors(tree: Tree) -> Tree:
+    """`tree`, with the method that its embedder stands for where it names one and no method."""
+    block = tree.children.get("select") if isinstance(tree, Branch) else None
+    if not isinstance(block, Branch) or "embedder" not in block.children:
+        return tree
+    method = block.children.get("method", Branch({}, block.where))
+    if not isinstance(method, Branch) or "kind" in method.children:
+        return tree
+    return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].where))
 
 
 def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
