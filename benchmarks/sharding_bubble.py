@@ -28,6 +28,7 @@ from benchmarks.sharding_speed import ours, save_backbone
 
 PIECES = (4, 8, 16)
 RUNS, STEPS = 2, 2
+BARRED_RUNS = 5
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 2))
 BARRED = ("1f1b", "interleaved")
 ABOVE = 0.03
@@ -106,7 +107,7 @@ def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: 
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}
     unit, formula = "idle ÷ busy", bubble(2, virtual, pieces, schedule)
     found, wanted = [], []
-    for _ in range(RUNS):
+    for _ in range(BARRED_RUNS if bar else RUNS):
         ranks = on_ranks(
             "benchmarks.sharding_bubble:passes", 2, backbone=backbone, mesh=mesh, rows=1, micros=pieces, steps=STEPS
         )

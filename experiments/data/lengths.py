@@ -44,7 +44,7 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
     from finetune.models.backbone import open_backbone
 
     limit = getattr(open_backbone(recipe.backbone).config.get_text_config(), "max_position_embeddings", None)
-    longest = max((_longest(examples) for examples in splits), default=0)
+    longest = max((longest_row(examples) for examples in splits), default=0)
     if limit is not None and longest + _taken(recipe) > limit:
         yield (
             f"the longest sample has {longest:,} tokens, and this backbone was made for {limit:,} positions "
@@ -102,7 +102,8 @@ def _taken(recipe: Recipe) -> int:
     return (recipe.adapter.soft_tokens or 0) + (0 if projector is None else projector.places)
 
 
-def _longest(examples: Sequence[Example]) -> int:
+def longest_row(examples: Sequence[Example]) -> int:
+    """Tokens of the longest sample, or of the longer of its two sides; 0 without any."""
     columns = Examples.of(examples)
     found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return max((int(rows[2].max()) for rows in found if rows is not None and len(rows[2])), default=0)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.data.lengths import check_memory
+from experiments.data.lengths import check_memory, longest_row
 from experiments.data.sources import check_supply, in_steps, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
     Prepared,
@@ -426,6 +426,8 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     planned, foretold, read = None, list[str](), task.as_read(train)
+    if not batches.packed and not train.compile:  # rows are padded to the longest of their batch only
+        read = dataclasses.replace(read, max_length=min(train.max_length, longest_row(prepared.train)))
     if engine.world.size == 1:
         kind, regularizer = plan.optimizer.kind, recipe.regularizer
         memory = memory_plan(engine.model, train=read, kind=kind, task=task, regularizer=regularizer)
