@@ -28,7 +28,7 @@ from experiments.workflows.forecast import Axes, forecast_rows
 from finetune.atomic import write_json
 
 TASKS, ROWS, RANKS, NOISES = ("banking", "scicite", "snli"), (40, 80, 160, 320), (2, 16), (0.0, 0.2)
-SEEDS, DRAWS = 1, 3
+SEEDS, DRAWS = 3, 3
 KEPT, WORK = RESULTS / "forecast", ROOT / ".bench" / "forecast"
 SETTINGS = {
     "backbone": "flatshift-encoder-3m",

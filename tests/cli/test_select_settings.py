@@ -23,15 +23,27 @@ METHOD = "--select.method"
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (("--epsilon", "0"), "--epsilon: select.method.epsilon must be above 0, got 0"),
-        (("--epsilon", "inf"), "--epsilon: select.method.epsilon must be above 0 and finite, got inf"),
+        (("--method", "gotd", "--epsilon", "0"), "--epsilon: select.method.epsilon must be above 0, got 0"),
+        (
+            ("--method", "gotd", "--epsilon", "inf"),
+            "--epsilon: select.method.epsilon must be above 0 and finite, got inf",
+        ),
         (("--memory", "-1"), "--memory: select.method.memory_gib must be at least 0.001, got -1"),
         (("--memory", "1e-9"), "--memory: select.method.memory_gib must be at least 0.001, got 1e-09"),
-        ((f"{METHOD}.tolerance", "0"), f"{METHOD}.tolerance: select.method.tolerance must lie between 0 and 2"),
-        ((f"{METHOD}.rounds", "0"), f"{METHOD}.rounds: select.method.rounds must be at least 1, got 0"),
-        ((f"{METHOD}.mixture", "0"), "select.method.mixture must be above 0 and at most 1, got 0"),
-        ((f"{METHOD}.holdout", "1"), "select.method.holdout must be at least 0 and at most 0.9, got 1"),
-        ((f"{METHOD}.self_sample", "0"), "select.method.self_sample must be at least 1"),
+        (
+            ("--method", "gotd", f"{METHOD}.tolerance", "0"),
+            f"{METHOD}.tolerance: select.method.tolerance must lie between 0 and 2",
+        ),
+        (
+            ("--method", "gotd", f"{METHOD}.rounds", "0"),
+            f"{METHOD}.rounds: select.method.rounds must be at least 1, got 0",
+        ),
+        (("--method", "gotd", f"{METHOD}.mixture", "0"), "select.method.mixture must be above 0 and at most 1, got 0"),
+        (
+            ("--method", "gotd", f"{METHOD}.holdout", "1"),
+            "select.method.holdout must be at least 0 and at most 0.9, got 1",
+        ),
+        (("--method", "gotd", f"{METHOD}.self_sample", "0"), "select.method.self_sample must be at least 1"),
         (("--method", "gotd-contrast", "--epsilon", "-1"), "--epsilon: select.method.epsilon must be above 0"),
         (
             ("--method", "gotd-contrast", f"{METHOD}.attract", "0", f"{METHOD}.repel", "0"),

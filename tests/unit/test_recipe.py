@@ -180,7 +180,10 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
         "language-model": "0337a8c0cfb2730b",
         "warmup": "ccbe761224e21445",
     }
-    assert {name: recipe_key(load_recipe(name, [bf16]).recipe, []) for name in before} == before
+    first = {"select.method": "gotd", "select.embedder.dim": 128}  # what the recipe `warmup` named then
+    warm = [from_override(key, value) for key, value in first.items()]
+    read = {name: load_recipe(name, [bf16, *(warm if name == "warmup" else ())]) for name in before}
+    assert {name: recipe_key(resolved.recipe, []) for name, resolved in read.items()} == before
     changed = {"seq2seq": "5c5ff5185db78236", "completion": "4f54fcaab7d0201e"}
     for kind, key in changed.items():
         assert recipe_key(load_recipe("language-model", [bf16, from_override("task.kind", kind)]).recipe, []) == key
@@ -188,6 +191,31 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
     assert recipe_key(load_recipe("classify", watched).recipe, []) == before["classify"]
     other = [bf16, from_override("optimizer.kind", "adamw-8bit")]
     assert recipe_key(load_recipe("classify", other).recipe, []) != before["classify"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "origin"),
+    [
+        ("select: {budget: 3}", "moore-lewis", None),
+        ("select: {embedder: backbone}", "gotd", "r.yaml:1"),
+        ("select: {embedder: {kind: tfidf, dim: 16}, method: {epsilon: 0.1}}", "gotd", "r.yaml:1"),
+        ("select: {embedder: tfidf, method: {kind: knn}}", "knn", "r.yaml:1"),
+        ("select: {embedder: tfidf, method: dsir}", "dsir", "r.yaml:1"),
+    ],
+)
+def test_a_selection_without_a_method_goes_by_whether_an_embedder_is_named(write, text, kind, origin) -> None:
+    resolved = load_recipe(write(text))
+    assert resolved.recipe.select.method.kind == kind
+    assert resolved.origins.get("select.method.kind", "").endswith(origin or "")
+    again = load_recipe(write(resolved.to_yaml(), "again.yaml"))
+    assert again.recipe.select.method == resolved.recipe.select.method
+
+
+def test_a_setting_of_another_method_than_the_default_names_those_that_have_it(write) -> None:
+    with pytest.raises(
+        UserError, match=r"r\.yaml:1: select\.method is moore-lewis .* no 'epsilon'; name .*\(gotd, gotd-c"
+    ):
+        load_recipe(write("select: {method: {epsilon: 0.1}}"))
 
 
 def test_a_resolved_recipe_of_a_run_before_the_selector_study_moved_still_reads(tmp_path):
