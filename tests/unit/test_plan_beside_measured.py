@@ -48,6 +48,28 @@ def test_a_run_tells_both(tmp_path, capsys):
     assert isinstance(notes, Notes) and beside_text(plan) in notes.sentences[0]
 
 
+def test_rows_shorter_than_the_limit_are_planned_as_they_are(tmp_path):
+    """They are padded to the longest of their batch, whatever `train.max_length` would let in."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "short text {n}", "label": "{"ab"[n % 2]}"}}\n' for n in range(99)), "utf-8")
+    where = {"data.train.files": str(rows), "data.dev.files": "[]", "data.test.files": "[]", "data.holdout": "0.2"}
+    kept = []
+    for limit in (16, 128):
+        out = tmp_path / str(limit)
+        short = {
+            **SMALL,
+            **where,
+            "data.dev.limit": "null",
+            "data.test.limit": "null",
+            "train.steps": "2",
+            "train.max_length": str(limit),
+        }
+        assert cli.run(["train", "classify", "--out", str(out), *flags(short)]) == 0
+        told = json.loads((out / "stages" / "fine-tune" / "done.json").read_text(encoding="utf-8"))["plan"]
+        kept.append(told["bytes"]["activations"])
+    assert kept[0] == kept[1]
+
+
 def test_what_an_update_holds_is_seen_and_what_was_there_before_is_not():
     before = torch.ones(16 << 20, dtype=torch.uint8)
     meter = UpdateMeter(torch.device("cpu"))
