@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from flatshift.api import Selection as Selection
     from flatshift.api import Sweep as Sweep
     from flatshift.api import compare as compare
+    from flatshift.api import embedder as embedder
     from flatshift.api import load_recipe as load_recipe
     from flatshift.api import resume as resume
     from flatshift.api import select as select
@@ -43,6 +44,7 @@ _PUBLIC = {
     "train": "flatshift.api",
     "resume": "flatshift.api",
     "select": "flatshift.api",
+    "embedder": "flatshift.api",
     "sweep": "flatshift.api",
     "compare": "flatshift.api",
     "evaluate_run": "experiments.workflows.evaluate",

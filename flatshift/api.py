@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from finetune.errors import UserError, address_of, is_remote, shortened
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from experiments.recipe import Resolved
     from experiments.recipe.config import Recipe
     from experiments.recipe.tree import Branch
@@ -289,6 +291,25 @@ def select(
 
         manifest = select(resolved, kept, quiet=quiet or out is None, draw=None if out is None else draw)
         return Selection.read(kept, manifest, path=None if out is None else kept)
+
+
+def embedder(
+    embedder: Any, *, moments: Sequence[str] = (), overrides: Overrides | None = None
+) -> Callable[[Sequence[str]], np.ndarray]:
+    """texts → (n, dim) float32, the vectors that `select` makes of them: a step for the maps of other engines.
+
+    embedder: `"backbone"`, `"encoder"`, `"gradients"`, `"static"` or its settings. moments: for gradients, some texts
+    of the pool, the same in every task and for the target. overrides: recipe keys, `{"backbone": DIR}` among them. It
+    may be pickled, and loads its model at a process's first call.
+    Raises UserError for an embedder that is fitted to pool and target, or gradients without `moments`.
+
+        ShardWriter("features", flatshift.embedder("gradients", moments=some_texts))
+    """
+    from experiments.select.recipe_embedder import RecipeEmbedder
+
+    recipe = load_recipe(None, {"select.embedder": embedder, **(overrides or {})}).recipe
+    assert recipe.select is not None
+    return RecipeEmbedder(recipe, recipe.select.embedder, _texts("embedder", "moments", moments) if moments else ())
 
 
 def _side(name: str, value: Any, folder: Path) -> list[str]:

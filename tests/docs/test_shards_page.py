@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from selection.features import open_directory
@@ -18,7 +19,7 @@ pytest.importorskip("datatrove")
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "feature-shards.md").read_text(encoding="utf-8")
-_, COMMON, LOCAL, SLURM = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
+_, COMMON, LOCAL, SLURM, GRADIENTS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)
 STANDIN = """#!/bin/bash
 # sbatch: every task of the array one after another; srun: the command itself; the others as far as datatrove asks them.
 case "$(basename "$0")" in
@@ -57,7 +58,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("ending", [LOCAL, SLURM], ids=["local", "slurm"])
 def test_the_script_leaves_a_sealed_directory(home: Path, ending: str) -> None:
-    script = (COMMON + ending).replace("dim=128", "dim=8")
+    script = (COMMON + (GRADIENTS if ending == LOCAL else "") + ending).replace("dim=128", "dim=8")
     (home / "features.py").write_text(script, encoding="utf-8")
     environment = os.environ | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
@@ -67,4 +68,6 @@ def test_the_script_leaves_a_sealed_directory(home: Path, ending: str) -> None:
     assert told.returncode == 0, told.stdout + told.stderr
     found = open_directory(home / "features")
     assert found.shape == (40, 8) and list(found.ids()) == [f"r{i}" for i in range(40)]
+    if ending == LOCAL:
+        assert np.load(home / "target-gradients.npy").shape == (4, 1024)
     assert len(list((home / "logs" / "features" / "completions").iterdir())) == 2

@@ -1,0 +1,59 @@
+"""The embedder of a recipe as a function of texts, for the maps of other engines (`selection.features.ShardWriter`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments.recipe.config import Recipe
+from experiments.select.adapted import Embed, gradient_embedder
+from experiments.select.embedding import state_embedder
+from finetune.errors import UserError
+from selection.config import Backbone, Embedder, Encoder, Gradients, Static
+
+
+class RecipeEmbedder:
+    """texts → (n, dim) float32, the vectors that `flatshift select` makes of them by the recipe's `select.embedder`.
+
+    embedder: the model's states (`backbone`, `encoder`), gradients of a light adapter on it (`gradients`), or word
+    vectors (`static`). moments: the texts that Adam's second moments of gradients are taken over, the same in every
+    task and for the target (the embedder draws `moment_texts` of them); others have no use for them. Pickled it holds
+    settings alone: the model is loaded at a process's first call.
+
+    Raises UserError for an embedder that is fitted to pool and target, or gradients without texts for their moments.
+    """
+
+    def __init__(self, recipe: Recipe, embedder: Embedder, moments: Sequence[str] = ()):
+        if not isinstance(embedder, Backbone | Encoder | Gradients | Static):
+            raise UserError(
+                f"select.embedder.kind: {embedder.kind} is no function of a text alone; take backbone, encoder, "
+                "gradients or static, or TfIdfEmbedder, fitted once"
+            )
+        if isinstance(embedder, Gradients) and embedder.adam and not moments:
+            raise UserError(
+                "moments: gradients are divided by the root of their second moments; give a few hundred texts of the "
+                "pool, the same in every task, or set select.embedder.adam to false"
+            )
+        self.recipe, self.embedder, self.moments = recipe, embedder, tuple(moments)
+        self._embed: Embed | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_embed": None}
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        if self._embed is None:
+            self._embed = self._opened()
+        return self._embed(list(texts))
+
+    def _opened(self) -> Embed:
+        recipe, embedder = self.recipe, self.embedder
+        if isinstance(embedder, Gradients):
+            return gradient_embedder(recipe, embedder, self.moments, keyed=False)[0]
+        if isinstance(embedder, Backbone | Encoder):
+            return state_embedder(embedder, backbone=recipe.backbone, device=recipe.train.device, keyed=False)[0]
+        assert isinstance(embedder, Static)
+        from selection.features import StaticEmbedder
+
+        return StaticEmbedder(embedder.path, max_tokens=embedder.max_length).transform
