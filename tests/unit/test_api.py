@@ -83,14 +83,15 @@ TARGET = ["protein expression in cells", "gene binding"]
 def test_lists_of_texts_are_chosen_from_as_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     short = flatshift.select(POOL, TARGET, budget=2, method=GotD(epsilon=0.1))
-    kept = flatshift.select(POOL, TARGET, budget=2, overrides={"select.method.epsilon": 0.1}, out="picked", quiet=True)
+    same = {"select.method": {"kind": "gotd", "epsilon": 0.1}}
+    kept = flatshift.select(POOL, TARGET, budget=2, overrides=same, out="picked", quiet=True)
     assert short.indices == kept.indices and sorted(short.indices) == [1, 3]
     assert short.texts == [POOL[row] for row in short.indices] and short.scores == kept.scores
     assert short.path is None and kept.path == Path("picked") and (kept.path / "report.html").is_file()
     assert all(TARGET[int(near)] for near in short.nearest)
     files = [tmp_path / "picked-texts" / f"{side}.jsonl" for side in ("pool", "target")]
     assert [line["path"] for line in kept.manifest["inputs"]] == [str(file) for file in files]
-    assert flatshift.select([files[0]], files[1], budget=2, overrides={"select.method.epsilon": 0.1}).ids == short.ids
+    assert flatshift.select([files[0]], files[1], budget=2, overrides=same).ids == short.ids
     assert sorted(path.name for path in tmp_path.iterdir()) == ["picked", "picked-texts"]
 
 
