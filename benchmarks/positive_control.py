@@ -141,16 +141,19 @@ def main() -> None:
             bar_op=">=",
             bar_value=0.9,
         )
-    if asked.walk or (KEPT / "walk").is_dir():
-        walk(bench)
+    table = walk(bench, train=asked.walk)
     bench.finish()
     draw(plain, decayed, decay)
-    write_between(PAGE, BEGIN, END, words(plain, decayed, decay) + "\n")
+    write_between(PAGE, BEGIN, END, words(plain, decayed, decay) + "\n" + table)
 
 
-def walk(bench: Benchmark) -> None:
-    """Rows of the walk: test errors at three ranks, and how far the one at the threshold stands above both others."""
+def walk(bench: Benchmark, *, train: bool) -> str:
+    """Rows of the walk's steps, those that are kept or all: test errors at three ranks, and how far the one at the
+    threshold stands above both others. Returns them as a table of the page."""
+    lines = []
     for name, (what, settings) in WALK.items():
+        if not (train or _step(name).is_file()):
+            continue
         at = stepped(name, **settings)
         for rank, errors in at.items():
             bench.row(f"walk, {what}: rank {rank}", ours=errors, unit="test error")
@@ -160,11 +163,23 @@ def walk(bench: Benchmark) -> None:
         row = bench.row(f"walk, {what}: peak above the mean of both sides", ours=heights, unit="test error")
         interval = t_interval(heights)
         row["interval"] = {"low": interval.low, "high": interval.high, "confidence": 0.95, "seeds": len(heights)}
+        errors = " | ".join(f"{sum(at[str(rank)]) / len(heights):.0%}" for rank in WALK_RANKS)
+        peak, low, high = (f"{100 * end:+.0f}" for end in (interval.value, interval.low, interval.high))
+        lines.append(f"| {what} | {errors} | {peak} ({low} to {high}) |")
+    if not lines:
+        return ""
+    head = " | ".join(f"rank {rank}" for rank in WALK_RANKS)
+    columns = "|".join(["---"] * (len(WALK_RANKS) + 2))
+    return "\n".join(["", f"| one change at a time | {head} | peak, points (95 %) |", f"|{columns}|", *lines, ""])
+
+
+def _step(name: str) -> Path:
+    return KEPT / "walk" / f"{name}.json"
 
 
 def stepped(name: str, **settings: Any) -> dict[str, list[float]]:
     """Test errors of one step of the walk by rank, one a seed; from its kept file or a sweep."""
-    kept = KEPT / "walk" / f"{name}.json"
+    kept = _step(name)
     if not kept.is_file():
         grid = (f"adapter.rank={','.join(map(str, WALK_RANKS))}",)
         data = read_sweep(swept(f"walk-{name}", WALK_SEED, seeds=WALK_SEEDS, grid=grid, **settings))
