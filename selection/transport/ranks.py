@@ -1,14 +1,16 @@
 """The processes that share a pool: each holds a shard of its rows, all hold the same target.
 
-What travels: sums of M numbers, scalars, the subsample's rows once, and messages of refusal. With no group every method
-is the identity. Without torch.distributed the class is the same with one member. Where every member but the last holds
-whole blocks of rows (`selection.transport.blocks`), no sum depends on how many members there are, to the bit.
+What travels: sums of M numbers, scalars, the subsample's rows once and to the first member only, which solves it for
+all, and messages of refusal. With no group every method is the identity. Without torch.distributed the class is the
+same with one member. Where every member but the last holds whole blocks of rows (`selection.transport.blocks`), no sum
+depends on how many members there are, to the bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -77,8 +79,35 @@ class Team:
         dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
         return sent
 
-    def rows(self, own: np.ndarray, device: torch.device) -> np.ndarray:
-        """Every member's array (n_r, …), stacked by rank; `device` is where the group's backend can send from."""
+    def led(self, work: Callable[[], tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
+        """What `work` (tensors and plain values) gives on the first member, which alone does it, on every member.
+
+        The others sleep in the group's broadcast meanwhile, on gloo without a processor. device: where tensors go.
+        Raises what `work` raises on the first member, and SelectionError with its words on the others.
+        """
+        if self.size == 1:
+            return work()
+        import torch.distributed as dist
+
+        told: list[Any] = [None]
+        mistake: Exception | None = None
+        if self.rank == 0:
+            try:
+                told = [tuple(part.cpu() if isinstance(part, Tensor) else part for part in work())]
+            except Exception as error:  # of any kind: the others would wait for ever
+                mistake, told = error, [f"process 0 of {self.size}: {error}"]
+        dist.broadcast_object_list(told, src=dist.get_global_rank(self.group, 0), group=self.group)
+        if mistake is not None:
+            raise mistake
+        if isinstance(told[0], str):
+            raise SelectionError(told[0])
+        return tuple(part.to(device) if isinstance(part, Tensor) else part for part in told[0])
+
+    def rows(self, own: np.ndarray, device: torch.device) -> np.ndarray | None:
+        """Every member's array (n_r, …), stacked by rank, on the first member; None on the others.
+
+        device: where the group's backend can send from.
+        """
         if self.size == 1:
             return own
         import torch.distributed as dist
@@ -88,8 +117,10 @@ class Team:
         sent = torch.zeros(max(counts), width, dtype=torch.uint8, device=device)
         raw = np.ascontiguousarray(own).view(np.uint8).reshape(len(own), width)
         sent[: len(own)] = torch.from_numpy(raw.copy()).to(device)
-        found = [torch.empty_like(sent) for _ in counts]
-        dist.all_gather(found, sent, group=self.group)
+        found = [torch.empty_like(sent) for _ in counts] if self.rank == 0 else None
+        dist.gather(sent, found, dst=dist.get_global_rank(self.group, 0), group=self.group)
+        if found is None:
+            return None
         parts = [part[:count].cpu().numpy() for part, count in zip(found, counts, strict=True)]
         return np.concatenate(parts).view(own.dtype).reshape(-1, *own.shape[1:])
 
