@@ -20,6 +20,9 @@ from torch import Tensor
 from selection.errors import BadRow, SelectionError, TooLittleMemory
 from selection.transport.blocks import BLOCK, Tree, block_sums
 
+_GRID = 4096
+"""Places of a threshold that are counted at a time."""
+
 
 class Team:
     """`group`: a torch.distributed process group, None for one process alone. Rows are ordered by rank."""
@@ -48,8 +51,9 @@ class Team:
         if self.size == 1:
             return tree.total()
         device = tree.nodes[0][2].device
-        told = self.gather([(level, number, value.cpu()) for level, number, value in tree.nodes])
-        return Tree(node for nodes in told for node in nodes).total().to(device)
+        told = self.gather([(level, number, value.cpu().numpy()) for level, number, value in tree.nodes])
+        nodes = ((level, number, torch.from_numpy(value)) for part in told for level, number, value in part)
+        return Tree(nodes).total().to(device)
 
     def dot(self, values: np.ndarray, factors: np.ndarray) -> float:
         """Σ values·factors over every member's two arrays (n_r,) float64."""
@@ -157,19 +161,29 @@ class Team:
         if len(set(self.gather(digest.hexdigest()))) > 1:
             raise SelectionError(f"the processes differ in {what}; give every process the same")
 
-    def smallest(self, values: Tensor, k: int) -> float:
-        """The k-th smallest (from 1) of all members' values: the largest score that a top-k selection takes."""
-        own = values.cpu().numpy()
+    def smallest(self, *asked: tuple[Tensor, int]) -> list[float]:
+        """For each (values, k) the k-th smallest (from 1) of all members' values: the largest score that a top-k
+        selection takes. All are found by the same messages."""
         if self.size == 1:
-            return float(np.partition(own, k - 1)[k - 1])
-        own = np.sort(own)
-        ends = self.gather((float(own[0]), float(own[-1])))
-        low, high = np.nextafter(min(e[0] for e in ends), -np.inf), max(e[1] for e in ends)
-        # At most low fewer than k values lie, at most high k or more: 256 times nearer with every message.
-        while (after := np.nextafter(low, np.inf)) < high:
-            grid = np.linspace(low, high, 258)[1:-1].clip(after, np.nextafter(high, -np.inf))
-            counts = np.sum(self.gather(np.searchsorted(own, grid, side="right")), axis=0)
-            place = int(np.searchsorted(counts, k))
-            low = grid[place - 1] if place > 0 else low
-            high = grid[place] if place < len(grid) else high
-        return float(high)
+            return [float(np.partition(values.cpu().numpy(), k - 1)[k - 1]) for values, k in asked]
+        import torch.distributed as dist
+
+        ordered = {id(values): np.sort(values.cpu().numpy()) for values, _ in asked}
+        owns = [ordered[id(values)] for values, _ in asked]
+        ends = self.gather([(float(own[0]), float(own[-1])) for own in owns])
+        lows = [np.nextafter(min(end[i][0] for end in ends), -np.inf) for i in range(len(asked))]
+        highs = [max(end[i][1] for end in ends) for i in range(len(asked))]
+        # At most low fewer than k values lie, at most high k or more: _GRID times nearer with every message.
+        while any(np.nextafter(low, np.inf) < high for low, high in zip(lows, highs, strict=True)):
+            grids = [
+                np.linspace(low, high, _GRID + 2)[1:-1].clip(np.nextafter(low, np.inf), np.nextafter(high, -np.inf))
+                for low, high in zip(lows, highs, strict=True)
+            ]
+            own_counts = [np.searchsorted(own, grid, side="right") for own, grid in zip(owns, grids, strict=True)]
+            counts = torch.from_numpy(np.array(own_counts, dtype=np.int64)).to(asked[0][0].device)
+            dist.all_reduce(counts, group=self.group)
+            for i, (grid, count) in enumerate(zip(grids, counts.cpu().numpy(), strict=True)):
+                place = int(np.searchsorted(count, asked[i][1]))
+                lows[i] = grid[place - 1] if place > 0 else lows[i]
+                highs[i] = grid[place] if place < len(grid) else highs[i]
+        return [float(high) for high in highs]

@@ -21,7 +21,7 @@ from selection.transport.ranks import Team
 
 def measured(first: Tensor, second: Tensor, k: int, team: Team) -> float:
     """|TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as taken."""
-    limits = team.smallest(first, k), team.smallest(second, k)
+    limits = team.smallest((first, k), (second, k))
     both = float(((first <= limits[0]) & (second <= limits[1])).sum())
     return min(1.0, team.total(both) / k)
 
@@ -42,8 +42,8 @@ def threshold(f: Tensor, k: int, team: Team) -> Threshold | None:
     if k >= total:
         return None
     low, high = max(1, k // 2), min(total, k + k // 2)
-    tau = team.smallest(f, k)
-    span = team.smallest(f, high) - team.smallest(f, low)
+    below, tau, above = team.smallest((f, low), (f, k), (f, high))
+    span = above - below
     return Threshold(tau, (high - low) / total / span, k, total) if span > 0.0 else None
 
 
