@@ -165,3 +165,24 @@ def test_what_a_store_refuses_of_an_upload_is_one_sentence(lake, here: Path, cap
         monkeypatch.delenv(name)
     forget_clients()
     assert "no credentials for s3:// " in told(f"{place}/mine")
+
+
+def test_features_that_were_pushed_are_selected_by(lake, here: Path) -> None:
+    place = lake({"other/there.txt": b"x"})
+    random = np.random.default_rng(0)
+    (here / "features").mkdir()
+    for i in range(3):
+        np.save(here / "features" / f"part-{i}.npy", random.standard_normal((20, 8)).astype(np.float32))
+    seal(here / "features")
+    np.save(here / "target.npy", random.standard_normal((6, 8)))
+    assert run(["push", str(here / "features"), f"{place}/features"]) == 0
+    lake({"target.npy": (here / "target.npy").read_bytes()})
+    cache = ["--select.cache", str(here / "cache")]
+    for start, out, more in ((here, "local", []), (place, "remote", cache)):
+        files = ["--pool", f"{here}/pool/*.jsonl.gz", "--target", f"{here}/target.jsonl.gz", "--budget", "10"]
+        given = ["--pool-features", f"{start}/features", "--target-features", f"{start}/target.npy"]
+        assert run(["select", *files, *given, "--out", str(here / out), *more]) == 0
+    for name in ("selected.jsonl", "scores.parquet"):
+        assert (here / "local" / name).read_bytes() == (here / "remote" / name).read_bytes()
+    told = json.loads((here / "remote" / "manifest.json").read_text(encoding="utf-8"))["features"]
+    assert all(told[side]["version"]["etag"] for side in ("pool", "target"))
