@@ -143,9 +143,7 @@ def test_what_cannot_be_used_is_one_sentence(here: Path, place: str, capsys) -> 
         return said[0]
 
     shards, target = f"{place}/features", f"{place}/target.npy"
-    assert f"--pool-features {shards}: rows are read from a disk again and again; name a place" in told(
-        shards, target
-    )
+    assert f"--pool-features {shards}: rows are read from a disk again and again; name a place" in told(shards, target)
     assert "--target-features memory://" in told(here / "features", target)
     assert "no such object" in told(f"{place}/feature", target, *cache)
     assert "no such object; did you mean" in told(shards, f"{place}/targets.npy", *cache)
