@@ -77,7 +77,7 @@ def _refuse_remote_output(argv: Sequence[str]) -> None:
         flag, _, value = flag.partition("=")
         if flag in ("--out", "--resume") and "://" in (value := value or name):
             raise UserError(
-                f"{flag} {value}: results are written to a local directory; name one, and copy it afterwards"
+                f"{flag} {value}: results are written to a local directory; name one, then `flatshift push` it there"
             )
 
 

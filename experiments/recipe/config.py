@@ -57,7 +57,8 @@ class Select:
     """How texts become vectors (methods that need them)."""
     cache: str = ""
     """Directory that keeps vectors in shards, named by what they were made of and shared by any number of runs: a run
-    that was killed goes on from there. Empty: nothing is kept."""
+    that was killed goes on from there. Empty: nothing is kept. Also holds copies of your own features that lie in an
+    object store."""
     feature_type: Literal["float32", "float16"] = "float32"
     """How vectors are stored; `float16`: half the space."""
     chunk: Chunk | None = None

@@ -233,9 +233,9 @@ def _anchored(recipe: Recipe) -> Recipe:
         from_=recipe.select.from_ and _absolute(recipe.select.from_),
     )
     if select is not None and (own := select.own) is not None:
-        own = dataclasses.replace(
-            own, pool=_absolute(own.pool), target=_absolute(own.target), negative=_absolute(own.negative)
-        )
+        places = {name: getattr(own, name) for name in ("pool", "target", "negative")}
+        places = {name: place if is_remote(place) else _absolute(place) for name, place in places.items()}
+        own = dataclasses.replace(own, **places)
         select = dataclasses.replace(select, embedder=own)
     backbone = _absolute(recipe.backbone) if Path(recipe.backbone).is_dir() else recipe.backbone
     adapter = dataclasses.replace(

@@ -19,8 +19,9 @@ from experiments.recipe.config import Recipe, Select
 from experiments.run.console import Console
 from experiments.select.adapted import Embed, gradient_embedder
 from experiments.select.pool import PoolRecords, Records
+from experiments.select.remote_features import Copied, copied
 from finetune.data.view import RowView
-from finetune.errors import UserError, user_path
+from finetune.errors import UserError, is_remote, user_path
 from finetune.seeds import derive
 from selection.config import Backbone, Encoder, Gradients, Static, TfIdf, TokenNgrams, needs
 from selection.errors import BadRow
@@ -36,10 +37,17 @@ _SCANNED = 1 << 14
 
 
 def check_vectors(spec: Select) -> None:
-    """Refuse settings of storage that your own features have no use for. Raises UserError."""
-    if spec.own is not None:
+    """Refuse settings of storage that your own features have no use for, and features in a store without a place for
+    their copy. Raises UserError."""
+    if (own := spec.own) is not None:
+        sides = ("pool", "target", "negative")
+        copies = [f"--{side}-features {getattr(own, side)}" for side in sides if is_remote(getattr(own, side))]
+        if copies and not spec.cache:
+            raise UserError(
+                f"{copies[0]}: rows are read from a disk again and again; name a place for a copy, --select.cache DIR"
+            )
         for name, default in (("cache", ""), ("feature_type", "float32")):
-            if getattr(spec, name) != default:
+            if getattr(spec, name) != default and not (copies and name == "cache"):
                 raise UserError(
                     f"select.{name}: features of your own are read from their files as they are; leave it out"
                 )
@@ -89,7 +97,8 @@ class Vectors:
 
     The embedder is made on first use: TF-IDF is fitted on all three sides together, whatever part of the pool is then
     asked for. state: where the vectors of a model are kept until the selection is whole; None: nowhere. `about` says
-    for the manifest what the cache did. `close` removes what is not to be kept.
+    for the manifest what the cache did, `copies` what was copied from a store, by side. `close` removes what is not to
+    be kept.
     """
 
     def __init__(
@@ -115,12 +124,13 @@ class Vectors:
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._embedding: Embedding | None = None
         self.about: dict[str, Any] = {}
+        self.copies: dict[str, Copied] = {}
 
     def pool(self, view: RowView | None = None, label: str = "embed pool") -> Any:
         """(N, d) of the whole pool, or of the rows of `view` (another view of the same records)."""
         view = self._pool.rows if view is None else view
-        if (own := self.spec.own) is not None:
-            return _own(own.pool, self._pool, view.indices(), "pool")
+        if self.spec.own is not None:
+            return self._given("pool", self._pool, view.indices())
         return self._made(view.texts, label)
 
     def target(self) -> np.ndarray:
@@ -138,10 +148,18 @@ class Vectors:
             self._scratch = None
 
     def _side(self, records: Records, name: str) -> np.ndarray:
-        if (own := self.spec.own) is not None:
+        if self.spec.own is not None:
             index = np.array([row.index for row in records.rows], dtype=np.int64)
-            return np.asarray(_own(getattr(own, name), records, index, name))
+            return np.asarray(self._given(name, records, index))
         return np.asarray(self._made(_texts(records), f"embed {name}", of_target=True))
+
+    def _given(self, name: str, records: Records, index: np.ndarray) -> Any:
+        """The user's own features of a side at `index`, copied first where they lie in a store."""
+        given: str = getattr(self.spec.own, name)
+        if is_remote(given) and name not in self.copies:
+            self.copies[name] = copied(given, self.spec.cache, f"--{name}-features", self._console)
+        path = str(self.copies[name].path) if name in self.copies else given
+        return _own(path, records, index, name, given)
 
     def _made(self, texts: Sequence[str], label: str, *, of_target: bool = False) -> Any:
         if self._embedding is None:
@@ -221,13 +239,14 @@ def _texts(records: Records) -> list[str]:
     return [row.values["text"] for row in records.rows]
 
 
-def _own(path: str, records: Records, index: np.ndarray, name: str) -> Any:
-    """The user's features at `index`: row i of the file belongs to record i before any filter."""
+def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) -> Any:
+    """The user's features at `index`: row i of the file belongs to record i before any filter. given: what the user
+    calls the file, which is at `path`."""
     directory = open_directory(path, f"--{name}-features") if user_path(path).is_dir() else None
     matrix: Any = load_features(path) if directory is None else directory
     if len(matrix) != records.total:
         raise UserError(
-            f"--{name}-features: {path} has {len(matrix)} rows for {records.total} records; "
+            f"--{name}-features: {given} has {len(matrix)} rows for {records.total} records; "
             "they must be in file order, one row per record"
         )
     if directory is not None and directory.has_ids:

@@ -2,8 +2,8 @@
 the rows in each pass of the transport solver.
 
 The rows are found by the names of their files, on a disk that all ranks see; features of a small pool are sent. What a
-pass sends is what `selection.transport.ranks` says: M sums, scalars, and once the subsample. Every rank computes on one
-thread, so that the answer has the same bits on any number of them.
+pass sends is what `selection.transport.ranks` says: M sums, scalars, and once the subsample, which rank 0 solves while
+the others sleep. Every rank computes on one thread, so that the answer has the same bits on any number of them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from selection.features import sent_rows
 from selection.methods.base import Progress, Selector
 from selection.methods.gotd import GotDSelector
 from selection.transport.blocks import BLOCK
+from selection.transport.progress import ITERATIONS
 
 if TYPE_CHECKING:
     from finetune.parallel.mesh import World
 
 _LAGS = 1.5
-"""A rank that needs so many times the others' median for its rows is named."""
+"""A rank whose passes need so many times the median CPU time a row is named."""
 
 
 def select_on_ranks(
@@ -128,22 +129,23 @@ class _Ranks:
             self._send(np.ascontiguousarray(part))
 
     def _map(self, job: _Job, progress: Progress | None) -> tuple[GotDSelector, list[tuple[str, float]]]:
-        """The selector of this rank's rows; and of every rank its place and its CPU seconds a row."""
+        """The selector of this rank's rows; and of every rank its place and its CPU seconds a row of the passes."""
         import torch.distributed as dist
 
-        steps, began = 0, time.process_time()
+        steps, pace = 0, _Pace()
 
         def told(stage: str, done: int, total: int) -> None:
             nonlocal steps
             steps += 1
             watchdog.progress(steps, stage)
+            pace.note(stage, done)
             if progress is not None:
                 progress(stage, done, total)
 
         selector = GotDSelector(**job.settings, device=str(self.world.device), group=dist.group.WORLD)
         with watchdog.unhurried("transport"):
             selector.fit(Pool(features=job.rows, weights=job.weights), job.target, progress=told)
-        own = f"{socket.gethostname()}:{os.getpid()}", (time.process_time() - began) / len(job.rows)
+        own = f"{socket.gethostname()}:{os.getpid()}", pace.seconds
         figures: list[Any] = [None] * self.world.size
         dist.all_gather_object(figures, own)
         return selector, figures
@@ -171,11 +173,34 @@ class _Ranks:
         return found.numpy()
 
 
+class _Pace:
+    """CPU seconds a row of what every rank does alike, its passes: told between two words of the same pass, so that
+    what rank 0 alone solves between passes does not count."""
+
+    def __init__(self) -> None:
+        self._last = ("", 0, 0.0)
+        self._spent, self._rows = 0.0, 0
+
+    def note(self, stage: str, done: int) -> None:
+        """A pass (or another stage) has come to so many rows."""
+        now = time.process_time()
+        before, already, then = self._last
+        if stage == before and stage != ITERATIONS and done > already:
+            self._spent += now - then
+            self._rows += done - already
+        self._last = stage, done, now
+
+    @property
+    def seconds(self) -> float:
+        """0 where no pass had two words."""
+        return self._spent / self._rows if self._rows else 0.0
+
+
 def _lagging(figures: list[tuple[str, float]]) -> str | None:
     """A sentence about the slowest rank, where it is much slower than the others."""
     seconds = [each for _, each in figures]
     usual = float(np.median(seconds))
     rank = int(np.argmax(seconds))
-    if seconds[rank] <= _LAGS * usual:
+    if not usual or seconds[rank] <= _LAGS * usual:
         return None
     return f"rank {rank} ({figures[rank][0]}) lags: {seconds[rank] / usual:.1f} times the CPU time a row of the median"

@@ -171,6 +171,8 @@ def select_into(
         manifest["relevance"] = sides.relevance
     if vectors.about:
         manifest["cache"] = vectors.about
+    if vectors.copies:
+        manifest["features"] = {side: one.about for side, one in vectors.copies.items()}
     if spec.method.kind == "gotd" and manifest["selection"]["helpful"] < spec.budget:
         console.say(
             f"warning: only {manifest['selection']['helpful']} records have a negative score; "

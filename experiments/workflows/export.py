@@ -187,7 +187,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
         validate_repo_id(repository)
     except HFValidationError as error:
         raise UserError(f"{repository!r} is no name of the model hub; give ORGANISATION/NAME") from error
-    files = _files(folder)
+    files = handed_on(folder)
     api = HfApi()
     try:
         api.create_repo(repository, private=not public, exist_ok=True)
@@ -209,7 +209,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
     return str(made.commit_url)
 
 
-def _files(folder: Path) -> dict[str, Path]:
+def handed_on(folder: Path) -> dict[str, Path]:
     """What is to be uploaded, by its name there."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")

@@ -25,7 +25,7 @@ from ..errors import UserError, first_line
 
 _T = TypeVar("_T")
 
-_BLOCK = 1 << 23
+BLOCK = 1 << 23
 """Bytes of one request: few enough to hold, many enough that a request costs little beside what is read by it."""
 _WAITS = (0.5, 2.0, 5.0)
 """Seconds before a request is made again."""
@@ -65,7 +65,7 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        return (_page(self.url) if _scheme(self.url) in _ASKS_ONCE else self.url).rpartition("/")[2]
+        return (_page(self.url) if scheme(self.url) in _ASKS_ONCE else self.url).rpartition("/")[2]
 
     @property
     def suffixes(self) -> list[str]:
@@ -81,25 +81,25 @@ class RemoteFile:
         opening, or its store does not answer.
         """
         assert mode == "rb"
-        store, path = _store(self.url)
-        with _told(self.url):
-            handle = _patiently(self.url, lambda: store.open(path, "rb", block_size=_BLOCK, cache_type="none"))
+        store, path = open_store(self.url)
+        with told(self.url):
+            handle = patiently(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
             about = getattr(handle, "details", None) or {}
-            if not _marks(about):  # a client that asked for no more than the size, or nothing
-                about = _patiently(self.url, lambda: store.info(path))
+            if not marks(about):  # a client that asked for no more than the size, or nothing
+                about = patiently(self.url, lambda: store.info(path))
         _same(self.url, about)
-        return io.BufferedReader(_Blocks(self.url, handle), _BLOCK)
+        return io.BufferedReader(_Blocks(self.url, handle), BLOCK)
 
     def digest(self) -> tuple[str, int]:
         """SHA-256 and bytes; read once in a process where the store tells of versions."""
-        store, path = _store(self.url)
-        with _told(self.url):
-            mark = _same(self.url, _patiently(self.url, lambda: store.info(path)))
+        store, path = open_store(self.url)
+        with told(self.url):
+            mark = _same(self.url, patiently(self.url, lambda: store.info(path)))
         if mark is not None and self.url in _DIGESTS:
             return _DIGESTS[self.url]
         digest, size = hashlib.sha256(), 0
         with self.open() as handle:
-            while chunk := handle.read(_BLOCK):
+            while chunk := handle.read(BLOCK):
                 digest.update(chunk)
                 size += len(chunk)
         _DIGESTS[self.url] = digest.hexdigest(), size
@@ -133,22 +133,22 @@ def find(name: str) -> tuple[list[RemoteFile], bool]:
     An address is that of an object, a pattern, or a directory, of which all entries but directories are given.
     Raises UserError: there is none (with the nearest), or the store refuses or does not answer.
     """
-    store, path = _store(name)
-    pattern = glob.has_magic(_page(name) if _scheme(name) in _ASKS_ONCE else name)
+    store, path = open_store(name)
+    pattern = glob.has_magic(_page(name) if scheme(name) in _ASKS_ONCE else name)
     try:
-        with _told(name):
-            about = _patiently(name, lambda: store.info(path))
-    except _NotThere as error:
+        with told(name):
+            about = patiently(name, lambda: store.info(path))
+    except NotThere as error:
         if not pattern:
             raise UserError(str(error) + _nearest(store, name, path)) from error.__cause__
         about = None
     if about is not None and about["type"] != "directory":
         return [RemoteFile(name, about.get("size"))], False
-    with _told(name):
+    with told(name):
         if about is None:
-            found = _patiently(name, lambda: store.glob(path, detail=True)).values()
+            found = patiently(name, lambda: store.glob(path, detail=True)).values()
         else:
-            found = _patiently(name, lambda: store.ls(path, detail=True))
+            found = patiently(name, lambda: store.ls(path, detail=True))
     files = _in_order(store, found)
     if about is None and not path.rpartition("/")[2].startswith("."):
         files = [file for file in files if not file.name.startswith(".")]  # a star means no hidden ones
@@ -188,8 +188,8 @@ class _Blocks(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        with _told(self._url):
-            data = _patiently(self._url, lambda: self._part(len(buffer)))
+        with told(self._url):
+            data = patiently(self._url, lambda: self._part(len(buffer)))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -206,15 +206,15 @@ class _Blocks(io.RawIOBase):
 
 def _same(url: str, about: Mapping[str, Any]) -> str | None:
     """The mark of an object. Raises UserError for one that is not as it was at its first opening."""
-    told = _marks(about)
-    now = _Seen(told.get("etag") or told.get("modified"), about.get("size"), told)
+    said = marks(about)
+    now = _Seen(said.get("etag") or said.get("modified"), about.get("size"), said)
     first = _SEEN.setdefault(url, now)
     if (first.mark, first.size) != (now.mark, now.size):
         raise _changed(url)
     return now.mark
 
 
-def _marks(about: Mapping[str, Any]) -> dict[str, str]:
+def marks(about: Mapping[str, Any]) -> dict[str, str]:
     """What a store tells of an object's version, by our names."""
     return {
         name: str(value).strip('"')
@@ -232,11 +232,12 @@ def _changed(url: str) -> UserError:
 # -------------------------------------------------------------------------------------------------- stores and refusals
 
 
-class _NotThere(UserError):
+class NotThere(UserError):
     """No such object or bucket."""
 
 
-def _scheme(url: str) -> str:
+def scheme(url: str) -> str:
+    """The kind of store of an address: `s3`."""
     return url.partition("://")[0].lower()
 
 
@@ -245,27 +246,27 @@ def _page(url: str) -> str:
     return url.partition("?")[0].partition("#")[0]
 
 
-def _store(url: str) -> tuple[Any, str]:
+def open_store(url: str) -> tuple[Any, str]:
     """The fsspec file system of an address and the path in it. Raises UserError for one that this machine lacks."""
-    scheme = _scheme(url)
+    kind = scheme(url)
     try:
         import fsspec
 
-        store = fsspec.filesystem(scheme, use_listings_cache=False)
+        store = fsspec.filesystem(kind, use_listings_cache=False)
     except ImportError as error:
-        package = _INSTALL.get(scheme)
+        package = _INSTALL.get(kind)
         install = f"pip install {package}" if package else first_line(error)
-        raise UserError(f"{url}: reading {scheme}:// needs another package: {install}") from error
+        raise UserError(f"{url}: reading {kind}:// needs another package: {install}") from error
     except ValueError as error:
         raise UserError(
-            f"{url}: {scheme}:// is no kind of store; known are s3://, gs://, hf://, https:// and others of fsspec"
+            f"{url}: {kind}:// is no kind of store; known are s3://, gs://, hf://, https:// and others of fsspec"
         ) from error
     return store, store._strip_protocol(url)
 
 
-def _patiently(url: str, ask: Callable[[], _T]) -> _T:
+def patiently(url: str, ask: Callable[[], _T]) -> _T:
     """What `ask` gives, asked again after waits where the store's client does not do so itself."""
-    for wait in _WAITS if _scheme(url) in _ASKS_ONCE else ():
+    for wait in _WAITS if scheme(url) in _ASKS_ONCE else ():
         try:
             return ask()
         except Exception as error:
@@ -276,36 +277,37 @@ def _patiently(url: str, ask: Callable[[], _T]) -> _T:
 
 
 @contextlib.contextmanager
-def _told(url: str) -> Iterator[None]:
+def told(url: str, *, writes: bool = False) -> Iterator[None]:
     """Turn what the clients of stores raise, each in kinds of its own, into one sentence."""
     try:
         yield
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise _refusal(url, error) from error
+        raise _refusal(url, error, writes) from error
 
 
-def _refusal(url: str, error: Exception) -> UserError:
+def _refusal(url: str, error: Exception, writes: bool) -> UserError:
     chain = _chain(error)
     kinds = [type(one).__name__ for one in chain]
     said = first_line(chain[-1])
-    place = _scheme(url) + "://"
+    place = scheme(url) + "://"
     if any("Credential" in kind or kind.startswith(("SSO", "Profile")) for kind in kinds):
-        fix = _CREDENTIALS.get(_scheme(url), "set those that its client reads")
+        fix = _CREDENTIALS.get(scheme(url), "set those that its client reads")
         return UserError(f"{url}: no credentials for {place} ({said}); {fix}")
     if "FileExpired" in kinds:
         return _changed(url)
     if any(isinstance(one, PermissionError) or getattr(one, "status", None) in (401, 403) for one in chain):
-        return UserError(f"{url}: the store refuses access ({said}); check the credentials and what they may read")
+        may = "read and write there" if writes else "read"
+        return UserError(f"{url}: the store refuses access ({said}); check the credentials and what they may {may}")
     if _silent(chain):
         return UserError(f"{url}: the store does not answer ({said}); check the address and the network, start again")
     if "range requests" in said:
         return UserError(f"{url}: the server gives no parts of an object; copy it to this machine first")
     if isinstance(error, FileNotFoundError):
         bucket = "bucket" in str(error).lower()
-        return _NotThere(f"{url}: {'no such bucket' if bucket else 'no such object'}")
-    return UserError(f"{url}: cannot be read from the store ({said})")
+        return NotThere(f"{url}: {'no such bucket' if bucket else 'no such object'}")
+    return UserError(f"{url}: cannot be {'written to' if writes else 'read from'} the store ({said})")
 
 
 def _chain(error: BaseException) -> list[BaseException]:

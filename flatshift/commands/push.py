@@ -1,4 +1,4 @@
-"""A folder of `export` or `merge`, uploaded to a model hub."""
+"""A finished folder, uploaded: of `export` or `merge` to a model hub, any of ours to an object store."""
 
 from __future__ import annotations
 
@@ -7,31 +7,51 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
+from finetune.errors import UserError, is_remote
 from flatshift.command_line import parse
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Upload a folder that `flatshift export` or `flatshift merge` made to a model hub, as one commit, and compare what
-    lies there afterwards. The hub is huggingface.co, or what HF_ENDPOINT names; log in with `hf auth login`."""
+    """Upload a finished folder, and compare what lies there afterwards.
+
+    To a model hub a folder that `flatshift export` or `flatshift merge` made, as one commit: huggingface.co, or what
+    HF_ENDPOINT names; log in with `hf auth login`. To an object store (s3://bucket/place) also a run, a selection, a
+    sweep or a directory of feature shards; the same command goes on where an upload broke off."""
 
     folder: Positional[Path]
-    """Folder of `export` or `merge`."""
-    repository: Positional[str]
-    """ORGANISATION/NAME, made if need be."""
+    """Folder of a command that is finished."""
+    destination: Positional[str]
+    """ORGANISATION/NAME on the hub, made if need be; or an address, s3://bucket/place, where nothing lies yet."""
     public: bool = False
-    """Let everybody see a repository that is made here; by default it is private."""
+    """Let everybody see a hub repository that is made here; by default it is private."""
     message: str | None = None
-    """Of the commit."""
+    """Of the commit on the hub."""
 
 
 def run(argv: list[str]) -> int:
     """`flatshift push`."""
     flags: Flags = parse(Flags, "push", argv)
-    from experiments.workflows.export import push
+    if is_remote(flags.destination):
+        _to_store(flags)
+    else:
+        from experiments.workflows.export import push
 
+        print(push(flags.folder, flags.destination, public=flags.public, message=flags.message))
     card = flags.folder / "README.md"
-    print(push(flags.folder, flags.repository, public=flags.public, message=flags.message))
-    if "to fill in" in card.read_text(encoding="utf-8").lower():
+    if card.is_file() and "to fill in" in card.read_text(encoding="utf-8").lower():
         print("its card has places to fill in: licences of adapter, backbone and data")
     return 0
+
+
+def _to_store(flags: Flags) -> None:
+    if flags.public or flags.message is not None:
+        flag = "--public" if flags.public else "--message"
+        raise UserError(f"{flag} is of a hub, and {flags.destination} is a place in a store; leave it out")
+    from experiments.run.console import Console
+    from experiments.workflows.store_upload import push_to_store
+
+    with Console().task("upload, percent", 100) as bar:
+        done = push_to_store(flags.folder, flags.destination, lambda sent, total: bar(100 * sent // max(total, 1)))
+    already = f", {done.there:,} lay there" if done.there else ""
+    print(f"{flags.destination}: {done.sent:,} files sent, {done.bytes:,} bytes{already}; all compared")

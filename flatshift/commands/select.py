@@ -45,7 +45,8 @@ class Flags:
     """tfidf, tokens (n-grams of the backbone's tokens), gradients (of an adapter), backbone, static:PATH (word
     vectors), or the directory or hub name of an encoder."""
     pool_features: str | None = None
-    """Your own features of the pool: .npy, row i for record i."""
+    """Your own features of the pool: .npy or a directory of shards, row i for record i; an address (s3://…) is copied
+    into --select.cache."""
     target_features: str | None = None
     """Your own features of the target: .npy."""
     negative_features: str | None = None

@@ -107,7 +107,7 @@ def open_directory(directory: str | Path, flag: str = "features") -> FeatureDire
 
 @functools.lru_cache(maxsize=8)
 def _opened(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirectory:
-    manifest = _manifest(root / MANIFEST, flag)
+    manifest = read_manifest(root / MANIFEST, flag)
     for shard in manifest["shards"]:
         _check_shard(root, shard, manifest, flag)
     rows = sum(shard["rows"] for shard in manifest["shards"])
@@ -121,7 +121,8 @@ def _opened(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirector
     return found
 
 
-def _manifest(path: Path, flag: str) -> dict[str, Any]:
+def read_manifest(path: Path, flag: str) -> dict[str, Any]:
+    """What a directory's manifest says; no shard is looked at. Raises SelectionError for one that cannot be used."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:

@@ -18,7 +18,8 @@ class Features:
 
     kind: Literal["features"] = "features"
     pool: str = ""
-    """`.npy` file, N×d, or a directory of feature shards with its `manifest.json` (docs/feature-shards.md)."""
+    """`.npy` file, N×d, or a directory of feature shards with its `manifest.json` (docs/feature-shards.md). It, as the
+    others, may be an address, s3://bucket/features, which is copied into `select.cache`."""
     target: str = ""
     """`.npy` file, M×d."""
     negative: str = ""

@@ -2,8 +2,8 @@
 
 A subsample of the pool is solved first; every full pass then measures the true column sums, and the subsample is solved
 again for the marginal that corrects what the pass found (a nonlinear control variate: to first order a Newton step with
-the subsample's Hessian). The fixed point is the optimum of the whole pool. In a team every process streams its shard;
-the sums of M numbers and the subsample travel.
+the subsample's Hessian). The fixed point is the optimum of the whole pool. In a team every process streams its shard,
+and the first one has the subsample and solves it for all, while the others sleep.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
 from selection.transport.problem import Problem
 from selection.transport.ranks import Team
 from selection.transport.rows import DenseRows, StreamedRows
-from selection.transport.settings import Settings, Solved, descend, estimated, free_bytes, measured
+from selection.transport.settings import (
+    Settings,
+    Solved,
+    Threshold,
+    descend,
+    estimated,
+    free_bytes,
+    measured,
+    threshold,
+)
 from selection.transport.state import Standing, Store, identity
 
 THINNED = 40
@@ -66,6 +75,8 @@ class _Large:
             mistake = error
         self.team.agree(mistake)
         self.size = min(self.team.gather(self.size))
+        self.sample: Kernel | None = None
+        """Of the subsample; None on all processes of a team but the first."""
         self.inverse: Tensor | None = None
         self.full: Kernel | Streamed
         if not cached:
@@ -113,46 +124,49 @@ class _Large:
             raise TooLittleMemory(self.settings.memory_bytes, math.ceil(needed / 2**20) << 20, *sides)
         return min(total, int(min(wanted, free / per_row))), held
 
-    def sample(self) -> StreamedRows | DenseRows:
+    def drawn(self) -> StreamedRows | None:
+        """The subsample's rows; None on all processes of a team but the first."""
         problem = self.problem
-        if self.size == problem.total:
-            alone = self.team.group is None
-            part = self.rows if alone else self.rows.gather(np.arange(len(problem.a)), problem.a)
-        else:
-            drawn = stratified(problem.a, self.size, self.settings.seed, self.team)
-            part = self.rows.gather(drawn)
-        return part.dense() if self.affinity_held else part
+        if self.size < problem.total:
+            return self.rows.gather(stratified(problem.a, self.size, self.settings.seed, self.team))
+        return self.rows if self.team.group is None else self.rows.gather(np.arange(len(problem.a)), problem.a)
+
+    def held(self, drawn: StreamedRows | None) -> StreamedRows | DenseRows:
+        """The subsample's rows as its kernels want them."""
+        assert drawn is not None
+        return drawn.dense() if self.affinity_held else drawn
 
     def kernel(self, rows: StreamedRows | DenseRows) -> Kernel:
         return Kernel(rows, self.settings.epsilon, tile_bytes=self.tile_bytes)
 
-    def begin(self, rows: StreamedRows | DenseRows) -> tuple[Kernel, Standing]:
-        """The subsample's kernel, and where the first pass evaluates.
+    def begin(self, drawn: StreamedRows | None) -> tuple[Tensor, Tensor | None, int]:
+        """Make the subsample's kernel: the g where the first pass evaluates, the anchor, and iterations.
 
         Every fourth row of a large subsample goes first, down to where it errs by itself: at a falling ε iterations and
         kernels then cost a quarter. Its Hessian takes the whole of it, here and in corrections, to the solution in a
         few steps, where over-relaxation takes dozens.
         """
-        settings, anchor, spent = self.settings, None, 0
+        rows, settings, anchor, spent = self.held(drawn), self.settings, None, 0
         if THINNED * len(self.problem.b) <= self.size < self.problem.total:
             thin = self.kernel(rows.thinned(4))
             found, spent = descend(thin, settings, self.start_tolerance(self.size // 4), self.newton)
-            anchor = self.team.first(found.g)
+            anchor = found.g
             self.steepen(thin, anchor)
             del thin
-        sample = self.kernel(rows)
+        self.sample = self.kernel(rows)
         left = replace(settings, max_iterations=settings.max_iterations - spent)
-        found, used = descend(sample, left, self.start_tolerance(self.size), self.newton, anchor, self.inverse)
-        return sample, Standing(self.team.first(found.g), iterations=spent + used, anchor=anchor)
+        found, used = descend(self.sample, left, self.start_tolerance(self.size), self.newton, anchor, self.inverse)
+        return found.g, anchor, spent + used
 
-    def resume(self, rows: StreamedRows | DenseRows, standing: Standing) -> Kernel:
-        """What `begin` made, as it was when the state was written."""
+    def resume(self, drawn: StreamedRows | None, standing: Standing) -> tuple[()]:
+        """Make what `begin` made, as it was when the state was written."""
+        rows = self.held(drawn)
         assert standing.origin is not None
         if standing.anchor is not None:
             self.steepen(self.kernel(rows.thinned(4)), standing.anchor)
-        sample = self.kernel(rows)
-        sample.absorb(standing.origin, self.settings.epsilon)
-        return sample
+        self.sample = self.kernel(rows)
+        self.sample.absorb(standing.origin, self.settings.epsilon)
+        return ()
 
     def steepen(self, thin: Kernel, g: Tensor) -> None:
         """Keep the thinned subsample's inverse Hessian at g (M,), where that many targets may be factorised."""
@@ -167,8 +181,18 @@ class _Large:
             return least
         return max(least, 0.02 * math.sqrt(len(self.problem.b) / size))
 
-    def correct(self, sample: Kernel, at: Evaluation, standing: Standing) -> Tensor:
-        """The g at which the subsample's column sums change by the factor b/col that the full pass asks for."""
+    def correct(self, at: Evaluation, standing: Standing) -> Tensor:
+        """What `corrected` finds, its iterations counted."""
+        g, more = self.team.led(lambda: self.corrected(at), self.settings.device)
+        standing.iterations += more
+        ahead: Tensor = g
+        return ahead
+
+    def corrected(self, at: Evaluation) -> tuple[Tensor, int]:
+        """The g at which the subsample's column sums change by the factor b/col that the full pass asks for, and
+        iterations."""
+        sample = self.sample
+        assert sample is not None
         b = sample.rows.b
         here = sample.evaluate(at.g)
         marginal = here.column * (b / at.column.clamp_min(1e-300)).clamp(0.02, 50.0)
@@ -186,8 +210,19 @@ class _Large:
             newton_columns=self.newton,
             inverse=self.inverse,
         )
-        standing.iterations += moved.iterations
-        return self.team.first(moved.at.g - b @ moved.at.g)
+        return moved.at.g - b @ moved.at.g, moved.iterations
+
+    def foreseen(self, best: Evaluation, ahead: Tensor | None, end: Threshold | None) -> tuple[float, int]:
+        """The overlap of the selection with the converged one, as the next correction tells it, and iterations.
+
+        ahead: where the correction leads, None where it is still to be found. end: of the selection, in best.f.
+        """
+        sample, more = self.sample, 0
+        assert sample is not None
+        here = sample.evaluate(best.g).f
+        if ahead is None:
+            ahead, more = self.corrected(best)
+        return estimated(end, here, sample.evaluate(ahead).f), more
 
     # ------------------------------------------------------------------------------------------ passes
 
@@ -200,26 +235,29 @@ class _Large:
         standing = store.load(settings.device) if store else None
         resumed = standing.passes if standing else 0
         if standing and standing.g is None:
-            return self.conclude(standing, None, nearest, resumed)
-        if standing is None:
-            sample, standing = self.begin(self.sample())
+            return self.conclude(standing, False, nearest, resumed)
+        drawn, before = self.drawn(), standing
+        if before is None:
+            g, anchor, spent = self.team.led(lambda: self.begin(drawn), settings.device)
+            standing = Standing(g, iterations=spent, anchor=anchor)
         else:
-            sample = self.resume(self.sample(), standing)
+            standing = before
+            self.team.led(lambda: self.resume(drawn, before), settings.device)
         if self.cached:
-            return self.iterate(standing, sample, nearest)
+            return self.iterate(standing, nearest)
         assert isinstance(self.full, Streamed)
         while standing.g is not None and standing.passes < settings.max_passes:
             self.stage = standing.passes + 1
             # The first answer is rarely the last one: only the others look for the main target on the way.
             at = self.full.evaluate(standing.g, nearest and standing.passes > 0, standing.best)
             standing.passes += 1
-            self.move(standing, sample, at)
+            self.move(standing, at)
             if store:
-                standing.origin = sample.origin
+                standing.origin = None if self.sample is None else self.sample.origin
                 store.save(standing)
-        return self.conclude(standing, sample, nearest, resumed)
+        return self.conclude(standing, True, nearest, resumed)
 
-    def move(self, standing: Standing, sample: Kernel, at: Evaluation) -> None:
+    def move(self, standing: Standing, at: Evaluation) -> None:
         """Judge the pass `at`, and set where the next one evaluates (None: nowhere, the demands are met)."""
         settings, b, best = self.settings, self.rows.b, standing.best
         slack = 1e-7 * abs(best.value) if best else 0.0
@@ -229,7 +267,7 @@ class _Large:
             if self.solved(standing).satisfies(settings):
                 standing.g = None
                 return
-            standing.ahead = self.correct(sample, at, standing)
+            standing.ahead = self.correct(at, standing)
             standing.tried = [*standing.tried[-5:], (at.g, standing.ahead)]
             g = _mixed(standing.tried, b)
         else:
@@ -247,7 +285,7 @@ class _Large:
         g = origin + (g - origin).clamp(-2 * settings.epsilon, 2 * settings.epsilon)
         standing.g = self.team.first(g - b @ g)
 
-    def iterate(self, standing: Standing, sample: Kernel, nearest: bool) -> Solved:
+    def iterate(self, standing: Standing, nearest: bool) -> Solved:
         """Every row's kernel is at hand: one pass from the subsample's answer, one correction, then iterations on all.
 
         Where an overlap is asked for, on to ten times smaller errors until two answers agree.
@@ -258,7 +296,7 @@ class _Large:
         self.stage = 1
         at = full.evaluate(standing.g)
         if at.error > settings.tolerance:
-            ahead = self.correct(sample, at, standing)
+            ahead = self.correct(at, standing)
             step = (ahead - at.g).clamp(-2 * settings.epsilon, 2 * settings.epsilon)
             corrected = full.evaluate(at.g + step - b @ step)
             if corrected.value >= at.value or corrected.error < 0.5 * at.error:
@@ -288,18 +326,17 @@ class _Large:
             standing.best, standing.iterations, standing.passes, "streamed", self.dtype, overlap=standing.overlap
         )
 
-    def conclude(self, standing: Standing, sample: Kernel | None, nearest: bool, resumed: int) -> Solved:
-        """The best answer, how far the selection is from settled, and main targets where they are still missing."""
+    def conclude(self, standing: Standing, sampled: bool, nearest: bool, resumed: int) -> Solved:
+        """The best answer, main targets where they are still missing, and how far the selection is from settled, where
+        the subsample that tells it was made (`sampled`)."""
         found = self.solved(standing)
         best = found.at
         estimate = None
-        if sample is not None:
-            here = sample.evaluate(best.g).f
-            ahead = standing.ahead if standing.g is not None and standing.ahead is not None else None
-            if ahead is None:
-                ahead = self.correct(sample, best, standing)
-                found = replace(found, iterations=standing.iterations)
-            estimate = estimated(best.f, here, sample.evaluate(ahead).f, self.settings.top, self.team)
+        if sampled:
+            ahead = None if standing.g is None else standing.ahead
+            end = threshold(best.f, self.settings.top, self.team)
+            estimate, more = self.team.led(lambda: self.foreseen(best, ahead, end), self.settings.device)
+            found = replace(found, iterations=standing.iterations + more)
         if nearest and best.nearest is None:
             assert isinstance(self.full, Streamed)
             self.stage = standing.passes + 1

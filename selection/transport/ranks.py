@@ -1,14 +1,16 @@
 """The processes that share a pool: each holds a shard of its rows, all hold the same target.
 
-What travels: sums of M numbers, scalars, the subsample's rows once, and messages of refusal. With no group every method
-is the identity. Without torch.distributed the class is the same with one member. Where every member but the last holds
-whole blocks of rows (`selection.transport.blocks`), no sum depends on how many members there are, to the bit.
+What travels: sums of M numbers, scalars, the subsample's rows once and to the first member only, which solves it for
+all, and messages of refusal. With no group every method is the identity. Without torch.distributed the class is the
+same with one member. Where every member but the last holds whole blocks of rows (`selection.transport.blocks`), no sum
+depends on how many members there are, to the bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from typing import Any, Self
 
 import numpy as np
@@ -17,6 +19,9 @@ from torch import Tensor
 
 from selection.errors import BadRow, SelectionError, TooLittleMemory
 from selection.transport.blocks import BLOCK, Tree, block_sums
+
+_GRID = 4096
+"""Places of a threshold that are counted at a time."""
 
 
 class Team:
@@ -46,8 +51,9 @@ class Team:
         if self.size == 1:
             return tree.total()
         device = tree.nodes[0][2].device
-        told = self.gather([(level, number, value.cpu()) for level, number, value in tree.nodes])
-        return Tree(node for nodes in told for node in nodes).total().to(device)
+        told = self.gather([(level, number, value.cpu().numpy()) for level, number, value in tree.nodes])
+        nodes = ((level, number, torch.from_numpy(value)) for part in told for level, number, value in part)
+        return Tree(nodes).total().to(device)
 
     def dot(self, values: np.ndarray, factors: np.ndarray) -> float:
         """Σ values·factors over every member's two arrays (n_r,) float64."""
@@ -77,8 +83,35 @@ class Team:
         dist.broadcast(sent, src=dist.get_global_rank(self.group, 0), group=self.group)
         return sent
 
-    def rows(self, own: np.ndarray, device: torch.device) -> np.ndarray:
-        """Every member's array (n_r, …), stacked by rank; `device` is where the group's backend can send from."""
+    def led(self, work: Callable[[], tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
+        """What `work` (tensors and plain values) gives on the first member, which alone does it, on every member.
+
+        The others sleep in the group's broadcast meanwhile, on gloo without a processor. device: where tensors go.
+        Raises what `work` raises on the first member, and SelectionError with its words on the others.
+        """
+        if self.size == 1:
+            return work()
+        import torch.distributed as dist
+
+        told: list[Any] = [None]
+        mistake: Exception | None = None
+        if self.rank == 0:
+            try:
+                told = [tuple(part.cpu() if isinstance(part, Tensor) else part for part in work())]
+            except Exception as error:  # of any kind: the others would wait for ever
+                mistake, told = error, [f"process 0 of {self.size}: {error}"]
+        dist.broadcast_object_list(told, src=dist.get_global_rank(self.group, 0), group=self.group)
+        if mistake is not None:
+            raise mistake
+        if isinstance(told[0], str):
+            raise SelectionError(told[0])
+        return tuple(part.to(device) if isinstance(part, Tensor) else part for part in told[0])
+
+    def rows(self, own: np.ndarray, device: torch.device) -> np.ndarray | None:
+        """Every member's array (n_r, …), stacked by rank, on the first member; None on the others.
+
+        device: where the group's backend can send from.
+        """
         if self.size == 1:
             return own
         import torch.distributed as dist
@@ -88,8 +121,10 @@ class Team:
         sent = torch.zeros(max(counts), width, dtype=torch.uint8, device=device)
         raw = np.ascontiguousarray(own).view(np.uint8).reshape(len(own), width)
         sent[: len(own)] = torch.from_numpy(raw.copy()).to(device)
-        found = [torch.empty_like(sent) for _ in counts]
-        dist.all_gather(found, sent, group=self.group)
+        found = [torch.empty_like(sent) for _ in counts] if self.rank == 0 else None
+        dist.gather(sent, found, dst=dist.get_global_rank(self.group, 0), group=self.group)
+        if found is None:
+            return None
         parts = [part[:count].cpu().numpy() for part, count in zip(found, counts, strict=True)]
         return np.concatenate(parts).view(own.dtype).reshape(-1, *own.shape[1:])
 
@@ -126,19 +161,29 @@ class Team:
         if len(set(self.gather(digest.hexdigest()))) > 1:
             raise SelectionError(f"the processes differ in {what}; give every process the same")
 
-    def smallest(self, values: Tensor, k: int) -> float:
-        """The k-th smallest (from 1) of all members' values: the largest score that a top-k selection takes."""
-        own = values.cpu().numpy()
+    def smallest(self, *asked: tuple[Tensor, int]) -> list[float]:
+        """For each (values, k) the k-th smallest (from 1) of all members' values: the largest score that a top-k
+        selection takes. All are found by the same messages."""
         if self.size == 1:
-            return float(np.partition(own, k - 1)[k - 1])
-        own = np.sort(own)
-        ends = self.gather((float(own[0]), float(own[-1])))
-        low, high = np.nextafter(min(e[0] for e in ends), -np.inf), max(e[1] for e in ends)
-        # At most low fewer than k values lie, at most high k or more: 256 times nearer with every message.
-        while (after := np.nextafter(low, np.inf)) < high:
-            grid = np.linspace(low, high, 258)[1:-1].clip(after, np.nextafter(high, -np.inf))
-            counts = np.sum(self.gather(np.searchsorted(own, grid, side="right")), axis=0)
-            place = int(np.searchsorted(counts, k))
-            low = grid[place - 1] if place > 0 else low
-            high = grid[place] if place < len(grid) else high
-        return float(high)
+            return [float(np.partition(values.cpu().numpy(), k - 1)[k - 1]) for values, k in asked]
+        import torch.distributed as dist
+
+        ordered = {id(values): np.sort(values.cpu().numpy()) for values, _ in asked}
+        owns = [ordered[id(values)] for values, _ in asked]
+        ends = self.gather([(float(own[0]), float(own[-1])) for own in owns])
+        lows = [np.nextafter(min(end[i][0] for end in ends), -np.inf) for i in range(len(asked))]
+        highs = [max(end[i][1] for end in ends) for i in range(len(asked))]
+        # At most low fewer than k values lie, at most high k or more: _GRID times nearer with every message.
+        while any(np.nextafter(low, np.inf) < high for low, high in zip(lows, highs, strict=True)):
+            grids = [
+                np.linspace(low, high, _GRID + 2)[1:-1].clip(np.nextafter(low, np.inf), np.nextafter(high, -np.inf))
+                for low, high in zip(lows, highs, strict=True)
+            ]
+            own_counts = [np.searchsorted(own, grid, side="right") for own, grid in zip(owns, grids, strict=True)]
+            counts = torch.from_numpy(np.array(own_counts, dtype=np.int64)).to(asked[0][0].device)
+            dist.all_reduce(counts, group=self.group)
+            for i, (grid, count) in enumerate(zip(grids, counts.cpu().numpy(), strict=True)):
+                place = int(np.searchsorted(count, asked[i][1]))
+                lows[i] = grid[place - 1] if place > 0 else lows[i]
+                highs[i] = grid[place] if place < len(grid) else highs[i]
+        return [float(high) for high in highs]

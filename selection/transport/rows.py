@@ -91,18 +91,22 @@ class StreamedRows:
         torch.neg(shift, out=left[:, d + 1])
         return left
 
-    def gather(self, index: np.ndarray, weights: np.ndarray | None = None) -> StreamedRows:
-        """The rows `index` (this process's, sorted, repeats allowed) of every process, read into memory in their own
-        type. weights: one for each, None for equal ones."""
+    def gather(self, index: np.ndarray, weights: np.ndarray | None = None) -> StreamedRows | None:
+        """The rows `index` (this process's, sorted, repeats allowed) of every process, read into the memory of the
+        first one in their own type; None on the others. weights: one for each, None for equal ones."""
         problem, team = self.problem, self.problem.team
         raw = team.rows(native(self.x[index]).numpy(), self.device)
-        n = len(raw)
         scale = None if problem.scale is None else team.rows(problem.scale[index], self.device)
+        squared = team.rows(problem.x_squared[index], self.device)
+        a = None if weights is None else team.rows(weights, self.device)
+        if raw is None or squared is None:
+            return None
+        n = len(raw)
         part = replace(
             problem,
             x=raw,
-            a=np.full(n, 1.0 / n) if weights is None else team.rows(weights, self.device),
-            x_squared=team.rows(problem.x_squared[index], self.device),
+            a=np.full(n, 1.0 / n) if a is None else a,
+            x_squared=squared,
             scale=scale,
             team=type(team)(),
             total=n,

@@ -21,31 +21,45 @@ from selection.transport.ranks import Team
 
 def measured(first: Tensor, second: Tensor, k: int, team: Team) -> float:
     """|TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as taken."""
-    limits = team.smallest(first, k), team.smallest(second, k)
+    limits = team.smallest((first, k), (second, k))
     both = float(((first <= limits[0]) & (second <= limits[1])).sum())
     return min(1.0, team.total(both) / k)
 
 
-def estimated(f: Tensor, sample: Tensor, moved: Tensor, k: int, team: Team) -> float:
-    """overlap@k of f with what f would become: 1 − h·E|δ|/(2q) (gotd.md §5.7).
+@dataclass(frozen=True)
+class Threshold:
+    """Where the k smallest of `rows` potentials end, τ, and their density there, from the ranks k/2 and 3k/2."""
 
-    f (N,): the pool's potential. sample, moved (n,): the potential on a subsample, as it is and after the next
-    correction. h: density of f at the threshold τ of the k smallest, from the ranks k/2 and 3k/2; δ: change of rows
-    near τ less their mean change; q = k/N.
-    """
+    tau: float
+    density: float
+    k: int
+    rows: int
+
+
+def threshold(f: Tensor, k: int, team: Team) -> Threshold | None:
+    """Of f (N,), over all rows of the team; None where all rows are taken, or those near it are equal."""
     total = int(team.total(len(f)))
-    if k >= total or len(sample) < 2:
-        return 1.0
+    if k >= total:
+        return None
     low, high = max(1, k // 2), min(total, k + k // 2)
-    tau = team.smallest(f, k)
-    span = team.smallest(f, high) - team.smallest(f, low)
-    if not span > 0.0:
+    below, tau, above = team.smallest((f, low), (f, k), (f, high))
+    span = above - below
+    return Threshold(tau, (high - low) / total / span, k, total) if span > 0.0 else None
+
+
+def estimated(end: Threshold | None, sample: Tensor, moved: Tensor) -> float:
+    """overlap@k of f, whose threshold is `end`, with what f would become: 1 − h·E|δ|/(2q) (gotd.md §5.7).
+
+    sample, moved (n,): the potential on a subsample, as it is and after the next correction. h: density of f at the
+    threshold; δ: change of rows near it less their mean change; q = k/N.
+    """
+    if end is None or len(sample) < 2:
         return 1.0
-    density = (high - low) / total / span
-    near = torch.argsort((sample - tau).abs(), stable=True)[: max(min(200, len(sample)), len(sample) * k // total)]
+    share = len(sample) * end.k // end.rows
+    near = torch.argsort((sample - end.tau).abs(), stable=True)[: max(min(200, len(sample)), share)]
     change = (moved - sample)[near]
     spread = float((change - change.mean()).abs().mean())
-    return max(0.0, 1.0 - density * spread * total / (2.0 * k))
+    return max(0.0, 1.0 - end.density * spread * end.rows / (2.0 * end.k))
 
 
 @dataclass(frozen=True)

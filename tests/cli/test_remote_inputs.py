@@ -7,11 +7,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from finetune.data import remote
+from finetune.data import remote, upload
 from flatshift.cli import run
-from tests.object_store import ObjectStore, Put, bucket, object_store
+from selection.features import seal
+from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto.server")
@@ -111,3 +113,76 @@ def test_what_a_store_refuses_ends_a_command_with_one_sentence(lake, here: Path,
         said = capsys.readouterr().err
         assert said.startswith("flatshift: error: ") and told in said and said.count("\n") == 1
         assert not (here / "out").exists()
+
+
+def test_a_selection_is_pushed_compared_and_not_sent_twice(lake, here: Path, capsys, monkeypatch) -> None:
+    place = lake({"other/there.txt": b"x"})
+    files = ["--pool", f"{here}/pool/*.jsonl.gz", "--target", f"{here}/target.jsonl.gz"]
+    assert run(["select", *files, "--budget", "10", "--out", str(here / "chosen")]) == 0
+    (here / "chosen" / "plots" / "large.bin").write_bytes(bytes(range(256)) * (11 << 12))  # 11 MiB: in parts
+    monkeypatch.setattr(upload, "_PART", 5 << 20)
+    read: list[str] = []
+    digest = upload._Place.digest
+    monkeypatch.setattr(upload._Place, "digest", lambda self, name: read.append(name) or digest(self, name))
+    assert run(["push", str(here / "chosen"), f"{place}/selections/first"]) == 0
+    client = remote.open_store(place)[0]
+    there = {name.partition("/selections/first/")[2] for name in client.find(f"{place}/selections/first")}
+    made = {file.relative_to(here / "chosen").as_posix() for file in (here / "chosen").rglob("*") if file.is_file()}
+    assert there == made | {upload.RECORD} and not read, "etags of whole objects and of those in parts are known"
+    assert client.info(f"{place}/selections/first/plots/large.bin")["ETag"].strip('"').endswith("-3")
+    for name in made:
+        assert client.cat_file(f"{place}/selections/first/{name}") == (here / "chosen" / name).read_bytes()
+    client.rm(f"{place}/selections/first/done.json")
+    capsys.readouterr()
+    assert run(["push", str(here / "chosen"), f"{place}/selections/first"]) == 0
+    assert f": 1 files sent, {(here / 'chosen' / 'done.json').stat().st_size:,} bytes" in capsys.readouterr().out
+
+
+def test_what_a_store_refuses_of_an_upload_is_one_sentence(lake, here: Path, capsys, monkeypatch) -> None:
+    place = lake({"other/there.txt": b"x"})
+    (here / "features").mkdir()
+    np.save(here / "features" / "a.npy", np.ones((3, 2), dtype=np.float32))
+    seal(here / "features")
+
+    def told(target: str) -> str:
+        assert run(["push", str(here / "features"), target]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith("flatshift: error: ") and said.count("\n") == 1, said
+        return said
+
+    assert "no such bucket" in told(f"{place}-x/first")
+    assert "holds there.txt, which no upload left" in told(f"{place}/other")
+
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError("Access Denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.open_store(place)[0], "pipe_file", denied)
+        assert "the store refuses access (Access Denied); check the credentials and what they may read and write" in (
+            told(f"{place}/mine")
+        )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    forget_clients()
+    assert "no credentials for s3:// " in told(f"{place}/mine")
+
+
+def test_features_that_were_pushed_are_selected_by(lake, here: Path) -> None:
+    place = lake({"other/there.txt": b"x"})
+    random = np.random.default_rng(0)
+    (here / "features").mkdir()
+    for i in range(3):
+        np.save(here / "features" / f"part-{i}.npy", random.standard_normal((20, 8)).astype(np.float32))
+    seal(here / "features")
+    np.save(here / "target.npy", random.standard_normal((6, 8)))
+    assert run(["push", str(here / "features"), f"{place}/features"]) == 0
+    lake({"target.npy": (here / "target.npy").read_bytes()})
+    cache = ["--select.cache", str(here / "cache")]
+    for start, out, more in ((here, "local", []), (place, "remote", cache)):
+        files = ["--pool", f"{here}/pool/*.jsonl.gz", "--target", f"{here}/target.jsonl.gz", "--budget", "10"]
+        given = ["--pool-features", f"{start}/features", "--target-features", f"{start}/target.npy"]
+        assert run(["select", *files, *given, "--out", str(here / out), *more]) == 0
+    for name in ("selected.jsonl", "scores.parquet"):
+        assert (here / "local" / name).read_bytes() == (here / "remote" / name).read_bytes()
+    told = json.loads((here / "remote" / "manifest.json").read_text(encoding="utf-8"))["features"]
+    assert all(told[side]["version"]["etag"] for side in ("pool", "target"))

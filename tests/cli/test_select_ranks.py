@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.select.ranks import _lagging
+from experiments.select.ranks import _lagging, _Pace
 from flatshift import cli
+from selection.transport.progress import ITERATIONS
 from tests.patience import HANG_S
 
 ROWS, TARGETS = 30_000, 400
@@ -38,9 +39,9 @@ def flags(folder, out, *more):
     return ["select", *named, "--budget", "200", "--out", str(out), *settings, *more]
 
 
-def started(arguments, *launcher):
+def started(arguments, module=("flatshift",)):
     return subprocess.Popen(
-        [sys.executable, *launcher, "-m", "flatshift", *arguments],
+        [sys.executable, "-m", *module, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -64,14 +65,27 @@ def alone(inputs, tmp_path_factory):
     return out
 
 
+SLOW = """
+import sys, time
+from selection.transport.large import _Large
+solved = _Large.begin
+_Large.begin = lambda self, drawn: (time.sleep(8), solved(self, drawn))[1]
+from flatshift.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+"""Rank 0 takes longer for the subsample than `mesh.stall`."""
+
+
 def test_three_processes_and_torchrun_write_the_files_of_one(inputs, alone, tmp_path):
     code, said = done(started(flags(inputs, tmp_path / "three", "--processes", "3")))
     assert code == 0, said
     assert files(tmp_path / "three") == files(alone)
     assert json.loads((tmp_path / "three" / "manifest.json").read_text())["selection"]["processes"] == 3
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    code, said = done(started(flags(inputs, tmp_path / "torchrun"), *torchrun))
+    (tmp_path / "slow.py").write_text(SLOW, encoding="utf-8")
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "slow.py"))
+    code, said = done(started(flags(inputs, tmp_path / "torchrun", "--mesh.stall", "5"), module=torchrun))
     assert code == 0, said
+    assert "lags" not in said, "what rank 0 solves for all is no lag"
     assert files(tmp_path / "torchrun") == files(alone)
 
 
@@ -136,7 +150,21 @@ def test_more_processes_than_blocks_and_bad_rows_are_told_by_record(inputs, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_a_rank_that_lags_is_named():
+def test_a_rank_that_lags_is_named(monkeypatch):
+    clock = iter([0.0, 9.0, 11.0, 50.0, 53.0, 90.0])
+    monkeypatch.setattr(time, "process_time", lambda: next(clock))
+    pace = _Pace()
+    for stage, done in (
+        ("pass 1", 1),
+        ("pass 1", 2),
+        ("pass 1", 4),
+        (ITERATIONS, 64),
+        (ITERATIONS, 128),
+        ("pass 2", 1),
+    ):
+        pace.note(stage, done)
+    assert pace.seconds == 11.0 / 3 and _Pace().seconds == 0.0
+    assert _lagging([("a:1", 0.0), ("b:2", 0.0), ("c:3", 1.0)]) is None
     assert _lagging([("a:1", 1.0), ("b:2", 1.2), ("a:3", 1.1)]) is None
     assert _lagging([("a:1", 1.0), ("b:2", 3.0), ("a:3", 1.0)]) == (
         "rank 1 (b:2) lags: 3.0 times the CPU time a row of the median"

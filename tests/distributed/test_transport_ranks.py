@@ -1,5 +1,6 @@
 """Transport over a pool that two processes share gives what one process gives, weights, kills and mistakes included."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +38,24 @@ class Killed(Exception):
     pass
 
 
+def led(team, values):
+    """What the first member alone makes, what waiting for it costs, and how its failure is told."""
+
+    def work():
+        time.sleep(0.5)
+        return values, 3, None
+
+    def fails():
+        raise ArithmeticError("no luck")
+
+    began = time.process_time()
+    (tensor, *plain), spent = team.led(work, values.device), time.process_time() - began
+    try:
+        team.led(fails, values.device)
+    except (ArithmeticError, SelectionError) as error:
+        return tensor.numpy(), plain, spent, f"{type(error).__name__}: {error}"
+
+
 def on_rank(folder):
     """Everything at once: processes are dear."""
     x, y, a = problem()
@@ -72,7 +91,8 @@ def on_rank(folder):
     ]
     team = Team(dist.group.WORLD)
     values = torch.from_numpy(np.random.default_rng(rank).standard_normal(500).round(2))
-    found["smallest"] = ([team.smallest(values, k) for k in (1, 7, 500, 1000)], values.numpy())
+    found["led"] = led(team, values)
+    found["smallest"] = (team.smallest(*((values, k) for k in (1, 7, 500, 1000))), values.numpy())
     return found
 
 
@@ -102,6 +122,11 @@ def test_two_processes_equal_one(tmp_path: Path):
     assert told[0] == f"pool features: row {SPLIT + 3} holds a NaN or an infinity; drop or mend it"
     assert "differ in target features" in told[1] and "differ in settings" in told[2]
     assert "weights" in told[3] and "too little" in told[4] and 'group needs method "streamed"' in told[5]
+    for rank, result in enumerate(results):
+        tensor, plain, spent, failure = result["led"]
+        assert (tensor == results[0]["smallest"][1]).all() and plain == [3, None]
+        assert spent < 0.25, "half a second of waiting is slept"
+        assert failure == ("SelectionError: process 0 of 2: no luck" if rank else "ArithmeticError: no luck")
     every = np.sort(np.concatenate([result["smallest"][1] for result in results]))
     for result in results:
         assert result["smallest"][0] == [every[k - 1] for k in (1, 7, 500, 1000)]

@@ -132,8 +132,16 @@ def test_the_page_on_feature_shards(home: Path) -> None:
         Path(f"features/part-{part:05}.ids").write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
     python, *_ = blocks("feature-shards.md", "python")  # the others: test_shards_page
     exec(compile(python, "feature-shards.md", "exec"), {})
-    do(commands("feature-shards.md"))
+    here, pushed, there = commands("feature-shards.md")
+    do([here])
     assert Path("selection/selected.jsonl").is_file()
+    fsspec = pytest.importorskip("fsspec")
+    store, bucket = fsspec.filesystem("memory"), f"memory:///{home.name}"
+    for name in ("pool/a.jsonl", "target.npy"):
+        store.pipe_file(f"{bucket}/{name}", Path(name).read_bytes())
+    do([command.replace("s3://bucket", bucket).replace("/scratch", "scratch") for command in (pushed, there)])
+    assert Path("chosen/scores.parquet").read_bytes() == Path("selection/scores.parquet").read_bytes()
+    store.rm(bucket, recursive=True)
 
 
 def test_the_python_of_the_page_on_double_descent() -> None:

@@ -216,7 +216,7 @@ def test_the_web_is_asked_again_after_waits(monkeypatch) -> None:
             raise error
         return "here"
 
-    assert remote._patiently("https://h/x.jsonl", ask) == "here" and waited == list(remote._WAITS[:2])
+    assert remote.patiently("https://h/x.jsonl", ask) == "here" and waited == list(remote._WAITS[:2])
 
 
 def test_the_web_without_parts_gives_small_objects(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_parquet_on_s3_is_read_by_range(lake, monkeypatch) -> None:
         return data
 
     monkeypatch.setattr(remote._Blocks, "_part", counted)
-    monkeypatch.setattr(remote, "_BLOCK", 1 << 16)
+    monkeypatch.setattr(remote, "BLOCK", 1 << 16)
     rows = [{"text": random.bytes(512).hex(), "label": "1"} for _ in range(4000)]
     content = parquet(rows, row_group_size=500)
     name = f"{lake({'big.parquet': content})}/big.parquet"
@@ -316,7 +316,7 @@ def test_what_s3_refuses_is_one_sentence(lake, monkeypatch) -> None:
 
 
 def test_an_object_on_s3_that_changes_is_refused(lake, monkeypatch) -> None:
-    monkeypatch.setattr(remote, "_BLOCK", 1 << 10)
+    monkeypatch.setattr(remote, "BLOCK", 1 << 10)
     name = f"{lake({'a.jsonl': LONG})}/a.jsonl"
     rows = read_rows([name])
     next(rows)
@@ -366,7 +366,7 @@ def test_a_store_that_goes_away_is_one_sentence(monkeypatch) -> None:
     pytest.importorskip("moto.server")
     with object_store() as server:
         lakes = bucket(server, monkeypatch)
-        monkeypatch.setattr(remote, "_BLOCK", 1 << 10)
+        monkeypatch.setattr(remote, "BLOCK", 1 << 10)
         name = f"{next(lakes)({'a.jsonl': LONG})}/a.jsonl"
         rows = read_rows([name], bad_rows="skip", skipped=[])
         next(rows)

@@ -14,7 +14,7 @@ import torch
 from selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
 from selection.transport import Eta
 from selection.transport.ranks import Team
-from selection.transport.settings import estimated, measured
+from selection.transport.settings import estimated, measured, threshold
 from selection.transport.threads import Crew
 
 
@@ -89,7 +89,7 @@ def test_overlap_and_its_estimate_beside_their_definitions():
             taken = [set(v.argsort()[:k].tolist()) for v in (f, moved)]
             truth = len(taken[0] & taken[1]) / k
             assert measured(f, moved, k, Team()) == truth
-            assert estimated(f, f[::4], moved[::4], k, Team()) == pytest.approx(truth, abs=0.02)
+            assert estimated(threshold(f, k, Team()), f[::4], moved[::4]) == pytest.approx(truth, abs=0.02)
 
 
 # ------------------------------------------------------------------------------------------ memory

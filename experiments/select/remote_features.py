@@ -1,0 +1,158 @@
+"""Features of the user's own that lie in an object store: copied to a disk, where their rows are mapped from.
+
+`select.cache`/features-KEY/ holds a copy. Of a directory of shards KEY is the SHA-256 of its manifest, and the copy's
+own `manifest.json` comes last, when every shard was compared with it; of a single `.npy` KEY is of its address and
+version. A copy of shards that broke off goes on where it was, and one that is whole is not made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.run.console import Console
+from finetune.atomic import fsync_directory, make_directory, read_object, write_json
+from finetune.data.remote import BLOCK, RemoteFile, find
+from finetune.errors import UserError, user_path
+from finetune.lock import owned
+from selection.errors import SelectionError
+from selection.features import open_directory
+from selection.features.directory import MANIFEST, read_manifest
+
+_SOURCE = "source.json"
+"""Beside a single array: where it comes from, and its SHA-256."""
+
+
+@dataclass(frozen=True)
+class Copied:
+    """path: of the copy. about: what the selection's manifest says of the source: `path, sha256, bytes, version`, of a
+    directory those of its manifest, and `shards`."""
+
+    path: Path
+    about: dict[str, Any]
+
+
+def copied(address: str, cache: str, flag: str, console: Console) -> Copied:
+    """The array or directory of shards at `address` on this machine's disk, below the directory `cache`.
+
+    Raises UserError: nothing there, a shard that is not what its manifest says, a store that refuses; and
+    SelectionError for a manifest that cannot be used.
+    """
+    place = address.rstrip("/")
+    root = user_path(cache)
+    make_directory(root)
+    return _array(place, root, flag, console) if place.endswith(".npy") else _shards(place, root, flag, console)
+
+
+def _array(address: str, root: Path, flag: str, console: Console) -> Copied:
+    source = _object(address, flag)
+    with source.open():  # what it is now is what every later reading has to see
+        version = source.version
+    key = hashlib.sha256(json.dumps([address, source.size, version], sort_keys=True).encode()).hexdigest()[:40]
+    folder = root / f"features-{key}"
+    to = folder / source.name
+    with owned(folder, instead="another select.cache"):
+        make_directory(folder)
+        if not (version and to.is_file() and (folder / _SOURCE).is_file()):  # without a version none is known again
+            (folder / f".{to.name}.part").unlink(missing_ok=True)  # nothing says what its beginning must be
+            with console.task(f"copy {flag.removeprefix('--')}, MiB", (source.size or 0) >> 20) as bar:
+                sha256 = _copy(source, to, lambda done: bar(done >> 20))
+            write_json(folder / _SOURCE, {"path": address, "sha256": sha256, "bytes": to.stat().st_size})
+        known = read_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied anew")
+        if _digest(to) != known["sha256"]:
+            raise UserError(f"{flag}: {to} is no longer the copy of {address}; delete {folder}, it is copied anew")
+    return Copied(to, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
+
+
+def _shards(address: str, root: Path, flag: str, console: Console) -> Copied:
+    try:
+        source = _object(f"{address}/{MANIFEST}", flag)
+    except UserError as error:
+        raise UserError(f"{error} (a directory of shards has one, a single array's address ends with .npy)") from error
+    with source.open() as handle:
+        told = handle.read()
+    digest = hashlib.sha256(told).hexdigest()
+    folder = root / f"features-{digest[:40]}"
+    with owned(folder, instead="another select.cache"):
+        make_directory(folder)
+        whole = (folder / MANIFEST).is_file()
+        manifest = folder / (MANIFEST if whole else f".{MANIFEST}.part")
+        if not whole:
+            manifest.write_bytes(told)
+        found = read_manifest(manifest, flag)
+        if not whole:
+            _copy_shards(address, found, folder, flag, console)
+            manifest.replace(folder / MANIFEST)
+            fsync_directory(folder)
+        try:
+            open_directory(folder, flag)
+        except SelectionError as error:
+            (folder / MANIFEST).unlink()
+            if not whole:
+                raise
+            for damaged in (*folder.glob("*.npy"), *folder.glob("*.ids")):
+                damaged.unlink()
+            raise UserError(
+                f"{flag}: the copy of {address} in {folder} was damaged and is removed ({error}); start again"
+            ) from None
+    about = {"path": address, "sha256": digest, "bytes": len(told), "version": source.version}
+    return Copied(folder, about | {"shards": len(found["shards"]), "rows": found["rows"]})
+
+
+def _copy_shards(address: str, manifest: dict[str, Any], folder: Path, flag: str, console: Console) -> None:
+    wanted = [(shard["file"], shard["sha256"]) for shard in manifest["shards"]]
+    if manifest["ids"]:
+        wanted += [(Path(shard["file"]).with_suffix(".ids").name, shard["ids_sha256"]) for shard in manifest["shards"]]
+    with console.task(f"copy {flag.removeprefix('--')}", len(wanted), "files") as bar:
+        for number, (name, sha256) in enumerate(wanted, start=1):
+            if not (folder / name).is_file():
+                part = folder / f".{name}.part"
+                found = _copy(_object(f"{address}/{name}", flag), folder / name, lambda done: None, sha256)
+                if found != sha256:
+                    part.unlink()
+                    raise UserError(
+                        f"{flag}: {address}/{name} is not what {MANIFEST} says (SHA-256); write it anew, then seal "
+                        "again, or start again if the copy was cut"
+                    )
+            bar(number)
+
+
+def _object(address: str, flag: str) -> RemoteFile:
+    try:
+        files, directory = find(address)
+    except UserError as error:
+        raise UserError(f"{flag}: {error}") from error.__cause__
+    if directory or len(files) != 1:
+        raise UserError(f"{flag}: {address} is no single object; name a .npy file, or a directory with {MANIFEST}")
+    return files[0]
+
+
+def _copy(source: RemoteFile, to: Path, told: Callable[[int], None], sha256: str | None = None) -> str:
+    """Copy an object behind what an earlier try left of it; its SHA-256. It gets its name unless that is another than
+    `sha256`."""
+    digest, part = hashlib.sha256(), to.with_name(f".{to.name}.part")
+    with part.open("a+b") as out, source.open() as handle:
+        out.seek(0)
+        while chunk := out.read(BLOCK):
+            digest.update(chunk)
+        handle.seek(out.tell())
+        while chunk := handle.read(BLOCK):
+            out.write(chunk)
+            digest.update(chunk)
+            told(out.tell())
+        out.flush()
+        os.fsync(out.fileno())
+    if sha256 in (None, digest.hexdigest()):
+        part.replace(to)
+        fsync_directory(to.parent)
+    return digest.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,88 @@
+"""A finished folder of ours, uploaded to an object store: a run, a selection, a sweep, feature shards, an export.
+
+    flatshift push runs/first s3://bucket/runs/first
+
+What says that a folder is finished goes last, so that an upload that broke off is no finished folder. Left out is what
+only going on needs: checkpoints (`state/`), hidden files and locks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments.results.cells import MARKER
+from experiments.workflows.export import handed_on
+from experiments.workflows.run_parts import check_finished
+from finetune.data.upload import RECORD, Uploaded, upload
+from finetune.digests import DONE
+from finetune.errors import UserError
+from finetune.run_directory import MANIFEST, RECIPE
+
+_LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
+"""Names by which a reader takes a folder for whole, in the order in which they are sent."""
+
+
+def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None] | None = None) -> Uploaded:
+    """Upload `folder` to the address `place`; it is compared there, as `finetune.data.upload` says.
+
+    progress: called with the bytes that are done and all. Raises UserError for a folder that is none of ours, or not
+    finished, or not as it was left, and what `upload` raises.
+    """
+    require_finished(folder)
+    names = _files(folder)
+    total = sum((folder / name).stat().st_size for name in names)
+    files = [name for name in names if Path(name).name not in _LAST]
+    marks = sorted((name for name in names if Path(name).name in _LAST), key=_rank)
+    told = None if progress is None else (lambda done: progress(done, total))
+    return upload(folder, [files, *(list(group) for _, group in itertools.groupby(marks, _rank))], place, progress=told)
+
+
+def require_finished(folder: Path) -> None:
+    """Raise UserError unless `folder` is a finished one of ours, with all its files as they were left."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; name a run, a selection, a sweep, feature shards or an export")
+    if (folder / DONE).exists():
+        check_finished(folder)
+    elif _is_features(folder):
+        from selection.features import open_directory
+
+        open_directory(folder, str(folder))
+    elif any((folder / name).exists() for name in (RECIPE, MARKER, "state", "stages", "cells", "scores.parquet")):
+        raise UserError(f"{folder} is not finished, it has no {DONE}; finish it by its own command, then push it")
+    elif (folder / "README.md").is_file():
+        handed_on(folder)
+    elif next(folder.glob("*.npy"), None) is not None:
+        raise UserError(f"{folder} has shards and no {MANIFEST}; `selection.features.seal` writes it")
+    else:
+        raise UserError(f"{folder} is no run, selection, sweep, directory of feature shards or export; name one")
+
+
+def _is_features(folder: Path) -> bool:
+    try:
+        found = json.loads((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "shards" in found
+
+
+def _files(folder: Path) -> list[str]:
+    """What is sent, by its name from the folder."""
+    names = []
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder)
+        if file.is_dir() and not file.is_symlink():
+            continue
+        if "state" in name.parts[:-1] or any(part.startswith(".") for part in name.parts) or str(name) == RECORD:
+            continue
+        if file.is_symlink() or not file.is_file():
+            raise UserError(f"{file} is a link or no plain file, which a store cannot hold; put the file itself there")
+        names.append(name.as_posix())
+    return names
+
+
+def _rank(name: str) -> tuple[int, int]:
+    """Deeper ones first: a stage is finished before its run."""
+    return -name.count("/"), _LAST.index(Path(name).name)
