@@ -148,10 +148,8 @@ def _finding(runs: Sequence[Run], names: Sequence[str]) -> str:
     shown, interval = formats.estimate(abs(found.value), *_ends(found))
     what = f"{split} {metric_of(metric).title}"
     if not found.clear:
-        return (
-            f"{names[best]} has the best {what}, "
-            f"{formats.with_interval(runs[best].eval[split][metric])}, not clearly apart from {names[other]}."
-        )
+        first, second = (f"{names[i]} has {formats.with_interval(runs[i].eval[split][metric])}" for i in (best, other))
+        return f"No run is shown to be the best in {what}: {first}, {second}, not clearly apart."
     how = f", paired on {found.n:,} rows" if found.paired else ", not paired"
     return f"{names[best]} beats {names[other]} in {what} by {shown} ({interval}{how})."
 

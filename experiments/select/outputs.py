@@ -87,6 +87,8 @@ def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) ->
             added = {"id": row.id, "score": float(score), "rank": rank}
             record = dict(row.record)
             collides = {key for key in added if key in record and record[key] != added[key]}
+            if "id" in collides and str(record["id"]) == row.id:  # a number, read as the id that it is
+                collides.remove("id")
             if collides:
                 collides |= {"source"} & record.keys()
             moved = {key: record.pop(key) for key in sorted(collides)}

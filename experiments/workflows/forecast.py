@@ -304,12 +304,15 @@ def _largest(recipe: Recipe) -> int:
 def forecast_rows(recipe: Recipe, axes: Axes, console: Console) -> list[dict[str, Any]]:
     """A row for every setting and draw: its axes, `seed`, figures of train, test and left-out rows, `effective`."""
     rows: list[dict[str, Any]] = []
-    for number in range(axes.draws):
-        drawn = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=recipe.train.seed + number))
-        clean = dataclasses.replace(drawn, data=dataclasses.replace(drawn.data, label_noise=0.0))
-        prepared = prepare(clean)
-        rows += _draw(clean, axes, prepared, {noise: _noisy(drawn, noise, prepared) for noise in axes.noises})
-        console.say(f"draw {number + 1} of {axes.draws}: {len(rows):,} settings solved")
+    with console.task("forecast", axes.draws, "draws") as progress:
+        for number in range(axes.draws):
+            drawn = dataclasses.replace(
+                recipe, train=dataclasses.replace(recipe.train, seed=recipe.train.seed + number)
+            )
+            clean = dataclasses.replace(drawn, data=dataclasses.replace(drawn.data, label_noise=0.0))
+            prepared = prepare(clean)
+            rows += _draw(clean, axes, prepared, {noise: _noisy(drawn, noise, prepared) for noise in axes.noises})
+            progress(number + 1)
     return rows
 
 

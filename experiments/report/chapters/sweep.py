@@ -65,6 +65,8 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
     where, best = lowest
     mean = formats.with_interval(best)
     sentence = f"Mean {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
+    if data.done < len(data):
+        sentence = f"With {data.done:,} of {len(data):,} cells finished, m{sentence[1:]}"
     lacking = [said for direction in analysis.directions if (said := short_of(direction))]
     if lacking and not any(j.verdict.peak is not None for j in analysis.judged):
         return f"{sentence}; {lacking[0]}."
@@ -87,7 +89,8 @@ def one_more(data: SweepData, analysis: Analysis) -> str:
         found = data.matrix(test, axis, {key: value for key, value in where.items() if key != axis})
         here = found.values.index(where[axis])
         if here + 1 == len(found.values):
-            said.append(f"{formats.axis_name(axis)} ends at {formats.axis_value(where[axis])}, more was not tried")
+            more = "more was not tried" if data.done == len(data) else "as far as cells are finished"
+            said.append(f"{formats.axis_name(axis)} ends at {formats.axis_value(where[axis])}, {more}")
             continue
         change = found.y[:, here + 1] - found.y[:, here]
         change = change[np.isfinite(change)]
