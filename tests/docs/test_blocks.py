@@ -44,6 +44,9 @@ def test_every_command_is_ours(page: str) -> None:
         module = importlib.import_module(f"flatshift.commands.{verb}")
         if verb in ("recipes", "tokenizer"):  # with verbs of their own
             continue
+        if "--select.from" in words:  # which reads a selection that is there
+            at = words.index("--select.from")
+            del words[at : at + 2]
         own, overrides = split_overrides(words, module.Flags)
         flags = parse(module.Flags, verb, own)
         recipe = getattr(flags, "recipe", None)
@@ -71,8 +74,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sources = ["wiki" if i % 4 else "news" for i in range(len(birds))]
     for name in ("pool.jsonl", "comments.jsonl", "corpus/a.jsonl.gz", "pool/a.jsonl"):
         rows(name, birds, domain=sources)
-    for name in ("target.jsonl", "task-train.jsonl", "rows.jsonl", "clean.jsonl"):
+    for name in ("target.jsonl", "task-train.jsonl", "clean.jsonl"):
         rows(name, talk)
+    rows("rows.jsonl", talk, label=["bill", "letter"] * 5)
     rows("test.jsonl", ["a robin in a tree sings of the letter"])
     Path("removed.jsonl").write_text('{"id": "3", "match": "1", "why": "minhash"}\n', encoding="utf-8")
     rows("toxic.jsonl", ["you stupid wren", "stupid red robin"])
@@ -102,7 +106,8 @@ def do(commands: list[str], out: str = "") -> None:
             words += ["--select.checks", "false"]
         if words[0] == "train":
             words += TINY.split()
-            words += ["--select.budget", "9"] if any(word.startswith("--select.") for word in words) else []
+            chooses = any(word.startswith("--select.") for word in words) and "--select.from" not in words
+            words += ["--select.budget", "9"] if chooses else []
         if "--samples" in words:
             words[words.index("--samples") + 1] = "1"
         assert run(words) == 0, command
@@ -110,8 +115,9 @@ def do(commands: list[str], out: str = "") -> None:
 
 def test_the_page_on_selection(home: Path) -> None:
     lines = commands("selection.md")
-    assert len(lines) == 12
+    assert len(lines) == 13
     lines = [line.replace("--out picked", f"--out picked-{n}") for n, line in enumerate(lines)]
+    lines = [line.replace("--select.from picked", "--select.from picked-1 --warmup.steps 1") for line in lines]
     do(lines, "one")
 
 
