@@ -77,7 +77,7 @@ def test_what_is_not_divided_among_processes():
     for method, told in ((KNN(), "kind: knn"), (GotD(rounds=3), "rounds: 3"), (GotD(debiased=True), "debiased")):
         with pytest.raises(UserError, match=rf"select\.method\.{told}"):
             check_split(broken(select=Select(method=method)))
-    check_split(broken(select=Select()))
+    check_split(broken(select=Select(method=GotD())))
 
 
 def test_a_cell_has_no_epochs():
