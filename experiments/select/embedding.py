@@ -34,6 +34,8 @@ HELD_BYTES = 256 << 20
 """Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
 _SCANNED = 1 << 14
 """Rows read at a time in search of a bad one."""
+ByItself = Backbone | Encoder | Gradients | Static
+"""Embedders that place a text without knowing the others."""
 
 
 def check_vectors(spec: Select) -> None:
@@ -304,22 +306,26 @@ def _token_ngrams(vectors: Vectors, settings: TokenNgrams) -> Embedding:
     return Embedding(made.transform, f"tokens {made.fingerprint}", made.transform_target)
 
 
-def _static(vectors: Vectors, settings: Static) -> Embedding:
-    from selection.features import StaticEmbedder
-
-    if not settings.path:
-        raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
-    static = StaticEmbedder(settings.path, max_tokens=settings.max_length)
-    return Embedding(static.transform, f"static {static.fingerprint if vectors.keyed else ''}")
+def _by_itself(vectors: Vectors, settings: ByItself) -> Embedding:
+    texts = vectors.pool_texts if isinstance(settings, Gradients) else ()  # others need no pool
+    return embedding_by_itself(vectors.recipe, settings, texts, keyed=vectors.keyed)
 
 
-def _gradients(vectors: Vectors, settings: Gradients) -> Embedding:
-    return Embedding(*gradient_embedder(vectors.recipe, settings, vectors.pool_texts, keyed=vectors.keyed))
+def embedding_by_itself(recipe: Recipe, settings: ByItself, texts: Sequence[str], *, keyed: bool) -> Embedding:
+    """How texts become vectors by an embedder that is fitted to none; keyed: whether its key has to be complete.
 
+    texts: those that second moments of gradients are taken over; others have no use for them. Raises UserError.
+    """
+    if isinstance(settings, Gradients):
+        return Embedding(*gradient_embedder(recipe, settings, texts, keyed=keyed))
+    if isinstance(settings, Static):
+        from selection.features import StaticEmbedder
 
-def _states(vectors: Vectors, settings: Backbone | Encoder) -> Embedding:
-    recipe = vectors.recipe
-    made = state_embedder(settings, backbone=recipe.backbone, device=recipe.train.device, keyed=vectors.keyed)
+        if not settings.path:
+            raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
+        static = StaticEmbedder(settings.path, max_tokens=settings.max_length)
+        return Embedding(static.transform, f"static {static.fingerprint if keyed else ''}")
+    made = state_embedder(settings, backbone=recipe.backbone, device=recipe.train.device, keyed=keyed)
     return Embedding(*made)
 
 
@@ -364,9 +370,9 @@ class _Kind(NamedTuple):
 _EMBEDDERS: dict[type, _Kind] = {
     TfIdf: _Kind(_tfidf, slow=False),
     TokenNgrams: _Kind(_token_ngrams, slow=False),
-    Static: _Kind(_static, slow=True),
-    Gradients: _Kind(_gradients, slow=True),
-    Backbone: _Kind(_states, slow=True),
-    Encoder: _Kind(_states, slow=True),
+    Static: _Kind(_by_itself, slow=True),
+    Gradients: _Kind(_by_itself, slow=True),
+    Backbone: _Kind(_by_itself, slow=True),
+    Encoder: _Kind(_by_itself, slow=True),
 }
 """By the settings of `selection.config.Embedder`, but for features of the user's own."""

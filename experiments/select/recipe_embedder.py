@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from experiments.recipe.config import Recipe
-from experiments.select.adapted import Embed, gradient_embedder
-from experiments.select.embedding import state_embedder
+from experiments.select.adapted import Embed
+from experiments.select.embedding import ByItself, embedding_by_itself
 from finetune.errors import UserError
-from selection.config import Backbone, Embedder, Encoder, Gradients, Static
+from selection.config import Embedder, Gradients
 
 
 class RecipeEmbedder:
@@ -26,7 +26,7 @@ class RecipeEmbedder:
     """
 
     def __init__(self, recipe: Recipe, embedder: Embedder, moments: Sequence[str] = ()):
-        if not isinstance(embedder, Backbone | Encoder | Gradients | Static):
+        if not isinstance(embedder, ByItself):
             raise UserError(
                 f"select.embedder.kind: {embedder.kind} is no function of a text alone; take backbone, encoder, "
                 "gradients or static, or TfIdfEmbedder, fitted once"
@@ -44,16 +44,5 @@ class RecipeEmbedder:
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         if self._embed is None:
-            self._embed = self._opened()
+            self._embed = embedding_by_itself(self.recipe, self.embedder, self.moments, keyed=False).embed
         return self._embed(list(texts))
-
-    def _opened(self) -> Embed:
-        recipe, embedder = self.recipe, self.embedder
-        if isinstance(embedder, Gradients):
-            return gradient_embedder(recipe, embedder, self.moments, keyed=False)[0]
-        if isinstance(embedder, Backbone | Encoder):
-            return state_embedder(embedder, backbone=recipe.backbone, device=recipe.train.device, keyed=False)[0]
-        assert isinstance(embedder, Static)
-        from selection.features import StaticEmbedder
-
-        return StaticEmbedder(embedder.path, max_tokens=embedder.max_length).transform

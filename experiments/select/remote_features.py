@@ -18,6 +18,7 @@ from typing import Any
 from experiments.run.console import Console
 from finetune.atomic import fsync_directory, make_directory, read_object, write_json
 from finetune.data.remote import BLOCK, RemoteFile, find
+from finetune.digests import digest
 from finetune.errors import UserError, user_path
 from finetune.lock import owned
 from selection.errors import SelectionError
@@ -64,7 +65,7 @@ def _array(address: str, root: Path, flag: str, console: Console) -> Copied:
                 sha256 = _copy(source, to, lambda done: bar(done >> 20))
             write_json(folder / _SOURCE, {"path": address, "sha256": sha256, "bytes": to.stat().st_size})
         known = read_object(folder / _SOURCE, "sha256", "bytes", fix=f"delete {folder}, it is copied anew")
-        if _digest(to) != known["sha256"]:
+        if digest(to) != known["sha256"]:
             raise UserError(f"{flag}: {to} is no longer the copy of {address}; delete {folder}, it is copied anew")
     return Copied(to, {"path": address, "sha256": known["sha256"], "bytes": known["bytes"], "version": version})
 
@@ -76,8 +77,8 @@ def _shards(address: str, root: Path, flag: str, console: Console) -> Copied:
         raise UserError(f"{error} (a directory of shards has one, a single array's address ends with .npy)") from error
     with source.open() as handle:
         told = handle.read()
-    digest = hashlib.sha256(told).hexdigest()
-    folder = root / f"features-{digest[:40]}"
+    sha256 = hashlib.sha256(told).hexdigest()
+    folder = root / f"features-{sha256[:40]}"
     with owned(folder, instead="another select.cache"):
         make_directory(folder)
         whole = (folder / MANIFEST).is_file()
@@ -100,7 +101,7 @@ def _shards(address: str, root: Path, flag: str, console: Console) -> Copied:
             raise UserError(
                 f"{flag}: the copy of {address} in {folder} was damaged and is removed ({error}); start again"
             ) from None
-    about = {"path": address, "sha256": digest, "bytes": len(told), "version": source.version}
+    about = {"path": address, "sha256": sha256, "bytes": len(told), "version": source.version}
     return Copied(folder, about | {"shards": len(found["shards"]), "rows": found["rows"]})
 
 
@@ -135,24 +136,19 @@ def _object(address: str, flag: str) -> RemoteFile:
 def _copy(source: RemoteFile, to: Path, told: Callable[[int], None], sha256: str | None = None) -> str:
     """Copy an object behind what an earlier try left of it; its SHA-256. It gets its name unless that is another than
     `sha256`."""
-    digest, part = hashlib.sha256(), to.with_name(f".{to.name}.part")
+    found, part = hashlib.sha256(), to.with_name(f".{to.name}.part")
     with part.open("a+b") as out, source.open() as handle:
         out.seek(0)
         while chunk := out.read(BLOCK):
-            digest.update(chunk)
+            found.update(chunk)
         handle.seek(out.tell())
         while chunk := handle.read(BLOCK):
             out.write(chunk)
-            digest.update(chunk)
+            found.update(chunk)
             told(out.tell())
         out.flush()
         os.fsync(out.fileno())
-    if sha256 in (None, digest.hexdigest()):
+    if sha256 in (None, found.hexdigest()):
         part.replace(to)
         fsync_directory(to.parent)
-    return digest.hexdigest()
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    return found.hexdigest()

@@ -8,7 +8,6 @@ The folder appears whole or not at all, holds safetensors only, and names no dir
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -23,7 +22,7 @@ from experiments.workflows.initial_adapter import check_run
 from experiments.workflows.model_card import card, own_name, published_name
 from experiments.workflows.saved_tokenizer import run_rows, save_tokenizer
 from finetune.atomic import write_json, write_text
-from finetune.digests import DONE
+from finetune.digests import DONE, digest
 from finetune.errors import UserError, first_line, shortened
 from finetune.lock import owned
 from finetune.models.backbone import open_backbone
@@ -168,7 +167,6 @@ def _require_hub_name(name: str) -> None:
 
 _KINDS = {".safetensors", ".json", ".md", ".txt", ".jinja", ".model", ".gguf", ".py", ".tiktoken"}
 _NAMES = {"Modelfile"}
-_CHUNK = 1 << 24
 
 
 def push(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:
@@ -204,7 +202,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
     for name, file in files.items():
         found = there.get(name)
         kept = getattr(found, "lfs", None)
-        if getattr(found, "size", None) != file.stat().st_size or (kept is not None and kept.sha256 != _sha256(file)):
+        if getattr(found, "size", None) != file.stat().st_size or (kept is not None and kept.sha256 != digest(file)):
             raise UserError(f"{repository}: {name} came to lie there otherwise than it is here; push it again")
     return str(made.commit_url)
 
@@ -224,11 +222,3 @@ def handed_on(folder: Path) -> dict[str, Path]:
         if file.is_symlink() or not file.is_file() or (file.suffix not in _KINDS and file.name not in _NAMES):
             raise UserError(f"{folder}: {name} is nothing that `export` or `merge` makes; take it out of the folder")
     return found
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while part := stream.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()

@@ -85,7 +85,7 @@ class RemoteFile:
         with told(self.url):
             handle = patiently(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
             about = getattr(handle, "details", None) or {}
-            if not marks(about):  # a client that asked for no more than the size, or nothing
+            if not _marks(about):  # a client that asked for no more than the size, or nothing
                 about = patiently(self.url, lambda: store.info(path))
         _same(self.url, about)
         return io.BufferedReader(_Blocks(self.url, handle), BLOCK)
@@ -138,7 +138,7 @@ def find(name: str) -> tuple[list[RemoteFile], bool]:
     try:
         with told(name):
             about = patiently(name, lambda: store.info(path))
-    except NotThere as error:
+    except _NotThere as error:
         if not pattern:
             raise UserError(str(error) + _nearest(store, name, path)) from error.__cause__
         about = None
@@ -206,7 +206,7 @@ class _Blocks(io.RawIOBase):
 
 def _same(url: str, about: Mapping[str, Any]) -> str | None:
     """The mark of an object. Raises UserError for one that is not as it was at its first opening."""
-    said = marks(about)
+    said = _marks(about)
     now = _Seen(said.get("etag") or said.get("modified"), about.get("size"), said)
     first = _SEEN.setdefault(url, now)
     if (first.mark, first.size) != (now.mark, now.size):
@@ -214,7 +214,7 @@ def _same(url: str, about: Mapping[str, Any]) -> str | None:
     return now.mark
 
 
-def marks(about: Mapping[str, Any]) -> dict[str, str]:
+def _marks(about: Mapping[str, Any]) -> dict[str, str]:
     """What a store tells of an object's version, by our names."""
     return {
         name: str(value).strip('"')
@@ -232,7 +232,7 @@ def _changed(url: str) -> UserError:
 # -------------------------------------------------------------------------------------------------- stores and refusals
 
 
-class NotThere(UserError):
+class _NotThere(UserError):
     """No such object or bucket."""
 
 
@@ -306,7 +306,7 @@ def _refusal(url: str, error: Exception, writes: bool) -> UserError:
         return UserError(f"{url}: the server gives no parts of an object; copy it to this machine first")
     if isinstance(error, FileNotFoundError):
         bucket = "bucket" in str(error).lower()
-        return NotThere(f"{url}: {'no such bucket' if bucket else 'no such object'}")
+        return _NotThere(f"{url}: {'no such bucket' if bucket else 'no such object'}")
     return UserError(f"{url}: cannot be {'written to' if writes else 'read from'} the store ({said})")
 
 

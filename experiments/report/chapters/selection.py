@@ -114,7 +114,8 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
         sections.append(_profile_section(profile))
     cards = _cards(run, selection)
     if cards:
-        near = ", with their nearest targets" if any(one[3] for one in _records(run, selection)) else ""
+        known = any(name == "nearest target" for card in cards for name, _ in card.facts)
+        near = ", with their nearest targets" if known else ""
         lead = f"The {len(cards)} records with the smallest scores, as the selector saw them{near}."
         sections.append(Section("First choices", [Cards(cards)], lead))
     if len(selection.top) > len(cards):

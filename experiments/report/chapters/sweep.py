@@ -64,9 +64,9 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
         return f"{data.done:,} of {len(data):,} cells are finished; there is no curve to draw yet."
     where, best = lowest
     mean = formats.with_interval(best)
-    sentence = f"Mean {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
-    if data.done < len(data):
-        sentence = f"With {data.done:,} of {len(data):,} cells finished, m{sentence[1:]}"
+    whole = data.done == len(data)
+    begin = "Mean" if whole else f"With {data.done:,} of {len(data):,} cells finished, mean"
+    sentence = f"{begin} {formats.figure_name(test)} is lowest at {formats.setting(data.whole(where))}: {mean}"
     lacking = [said for direction in analysis.directions if (said := short_of(direction))]
     if lacking and not any(j.verdict.peak is not None for j in analysis.judged):
         return f"{sentence}; {lacking[0]}."
