@@ -11,7 +11,7 @@ Group `remote`: reading records from an S3 server on localhost beside the same f
 
 Group `dedup`: a pool from 1,000 shards cleaned and deduplicated under a limit of memory (`_document_shards`).
 
-Run: python -m benchmarks.scale                                    two million rows on 1, 2 and 4 processes; ten
+Run: python -m benchmarks.scale                                    eight million rows on 1, 2 and 4 processes; ten
                                                                    million on two
      python -m benchmarks.scale --rows 100000000 --processes 2     the second part with so many rows and processes
      python -m benchmarks.scale remote                             only this group; the other rows stay
@@ -42,7 +42,7 @@ from selection.features.matrix import _LazyRows
 from selection.transport.blocks import BLOCK
 
 DIM, TARGETS, CENTRES = 32, 64, 200
-SMALL, COUNTS = 2_000_000, (1, 2, 4)
+SMALL, COUNTS = 8_000_000, (1, 2, 4)
 GIB = 2.0**30
 _GROUPS = ("ranks", "remote", "dedup")
 

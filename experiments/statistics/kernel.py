@@ -28,6 +28,10 @@ class KernelFit:
     effective: float
     """Σ e/(e + λ): how many of the rows' labels the fit can choose freely."""
 
+    def columns(self, some: slice) -> KernelFit:
+        """The fit of only these columns of labels; each column is fitted by itself."""
+        return KernelFit(self.train[:, some], self.test[:, some], self.left_out[:, some], self.effective)
+
 
 def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridges: Sequence[float]) -> list[KernelFit]:
     """Fit wanted [N, C] by the kernel [N, N] for each λ of `ridges`, by one eigendecomposition; cross [M, N]."""

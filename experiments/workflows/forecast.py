@@ -224,11 +224,12 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
             unit = float(np.trace(inner)) / len(inner)
             own_decay = recipe.optimizer.weight_decay if recipe.optimizer.kind == "gauss-newton" else 0.0
             ridges = [unit * decay for decay in DECAYS] if not own_decay else [own_decay]
-            for noise, labels in noisy.items():
-                wanted, start = _targets(labels[some], train.outputs[some], recipe)
-                columns = wanted if summed else wanted.reshape(-1, 1)
-                base = _targets(true, test.outputs, recipe)[1]
-                for decay, fit in zip(DECAYS, kernel_fits(inner, outer, columns, ridges), strict=False):
+            posed = {noise: _targets(labels[some], train.outputs[some], recipe) for noise, labels in noisy.items()}
+            columns = [wanted if summed else wanted.reshape(-1, 1) for wanted, _ in posed.values()]
+            base = _targets(true, test.outputs, recipe)[1]
+            fits = kernel_fits(inner, outer, np.hstack(columns), ridges)  # every noise by one eigendecomposition
+            for (noise, (wanted, start)), own_columns in zip(posed.items(), _spans(columns), strict=True):
+                for decay, fit in zip(DECAYS, fits, strict=False):
                     rows.append(
                         {
                             "adapter.rank": rank,
@@ -236,10 +237,18 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
                             "data.label_noise": noise,
                             "optimizer.weight_decay": own_decay or decay,
                             "seed": recipe.train.seed,
-                            **_figures(recipe, fit, labels[some], start, true, base, wanted.shape),
+                            **_figures(
+                                recipe, fit.columns(own_columns), noisy[noise][some], start, true, base, wanted.shape
+                            ),
                         }
                     )
     return rows
+
+
+def _spans(columns: Sequence[np.ndarray]) -> list[slice]:
+    """Where each of these lies when they stand side by side."""
+    ends = np.cumsum([part.shape[1] for part in columns])
+    return [slice(end - part.shape[1], end) for part, end in zip(columns, ends.tolist(), strict=True)]
 
 
 def _figures(
