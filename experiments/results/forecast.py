@@ -34,7 +34,10 @@ def sentences(found: Mapping[str, Any]) -> list[str]:
     elif found["threshold_note"]:
         said.append(f"No peak can show along rank: {found['threshold_note']}.")
     if len(found["ranks"]) > 1:
-        said.append(f"The lowest predicted {metric} along rank, at the best ridge, is at rank {found['best_rank']}.")
+        said.append(
+            f"Take rank {found['best_rank']}: of those with the lowest predicted {metric} at the best ridge, as far as "
+            "the draws can tell, the one that trains soonest."
+        )
     said.append(
         "It holds as far as training stays near its start: compare it with one run of the recipe before relying on it."
     )

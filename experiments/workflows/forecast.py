@@ -28,7 +28,7 @@ from experiments.results.cells import CELLS, POINTS
 from experiments.results.forecast import FORECAST
 from experiments.run.console import Console, Draw
 from experiments.statistics.emc import crossing
-from experiments.statistics.kernel import KernelFit, carried_on, kernel_fits
+from experiments.statistics.kernel import KernelFit, carried_on, kernel_fits, soonest
 from experiments.workflows.build import lay_out
 from finetune.atomic import replacing, replacing_directory, write_json, write_text
 from finetune.compute.jacobian import jacobian
@@ -41,7 +41,7 @@ from finetune.seeds import derive, numpy_generator
 from finetune.train.optimizer import is_fixed
 
 FEWEST_ROWS = 10
-LARGEST = 2000
+LARGEST = 500
 """Rows × outputs up to which every output has its own kernel; above, all share that of their sum."""
 SKETCH = 4096
 """Numbers that the gradients of a group of ranks are hashed to where they are more."""
@@ -237,6 +237,7 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
                             "data.label_noise": noise,
                             "optimizer.weight_decay": own_decay or decay,
                             "seed": recipe.train.seed,
+                            "speed": unit,
                             **_figures(
                                 recipe, fit.columns(own_columns), noisy[noise][some], start, true, base, wanted.shape
                             ),
@@ -417,5 +418,7 @@ def summary(recipe: Recipe, axes: Axes, rows: Sequence[dict[str, Any]]) -> dict[
         "threshold_note": said,
         "more_rows": axes.more,
         "more": None if more is None else dataclasses.asdict(more),
-        "best_rank": axes.ranks[int(np.argmin(by_decay(best, "adapter.rank").mean(0)))],
+        "best_rank": axes.ranks[
+            soonest(by_decay(best, "adapter.rank"), by_decay(best, "adapter.rank", "speed").mean(0))
+        ],
     }
