@@ -11,7 +11,7 @@ import pytest
 
 from experiments.recipe import load_recipe
 from experiments.recipe.tree import from_override
-from experiments.statistics.kernel import carried_on, kernel_fits
+from experiments.statistics.kernel import carried_on, kernel_fits, soonest
 from experiments.workflows.forecast import forecast_into
 from experiments.workflows.train import train
 from finetune.errors import UserError
@@ -96,3 +96,23 @@ def test_what_is_not_linear_is_refused(tmp_path: Path, recipe, change, sentence)
     with pytest.raises(UserError, match=sentence):
         predict(load_recipe(recipe, settings), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_of_ranks_that_draws_cannot_tell_apart_the_one_that_trains_soonest_is_named():
+    speeds = np.array([2.0, 16.0, 4.0])
+    alike = np.array([[0.30, 0.32, 0.31], [0.34, 0.33, 0.34], [0.32, 0.31, 0.33]])
+    assert soonest(alike, speeds) == 1
+    worse = alike + np.array([0, 0.1, 0])  # in every draw
+    assert soonest(worse, speeds) == 2
+    assert soonest(alike[:1], speeds) == 0, "one draw tells of no scatter: the least error"
+
+
+def test_shares_of_wrong_labels_side_by_side_are_fitted_as_each_by_itself():
+    r = np.random.default_rng(3)
+    features, other, labels = (r.standard_normal(shape) for shape in ((12, 5), (7, 5), (12, 3)))
+    both = kernel_fits(features @ features.T, other @ features.T, np.hstack([labels, -labels]), (0.0, 0.1))
+    alone = kernel_fits(features @ features.T, other @ features.T, -labels, (0.0, 0.1))
+    for one, whole in zip(alone, both, strict=True):
+        part = whole.columns(slice(3, 6))
+        for name in ("train", "test", "left_out"):
+            np.testing.assert_allclose(getattr(part, name), getattr(one, name), rtol=1e-9)
