@@ -100,7 +100,7 @@ def test_what_is_not_linear_is_refused(tmp_path: Path, recipe, change, sentence)
 
 def test_of_ranks_that_draws_cannot_tell_apart_the_one_that_trains_soonest_is_named():
     speeds = np.array([2.0, 16.0, 4.0])
-    alike = np.array([[0.30, 0.32, 0.31], [0.34, 0.33, 0.34], [0.32, 0.31, 0.33]])
+    alike = np.array([[0.30, 0.32, 0.31], [0.34, 0.33, 0.33], [0.32, 0.31, 0.33]])
     assert soonest(alike, speeds) == 1
     worse = alike + np.array([0, 0.1, 0])  # in every draw
     assert soonest(worse, speeds) == 2
