@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,8 @@ from typing import Any
 from experiments.results.cells import flatshift_version, read_result, source_digest
 from experiments.run.console import Console
 from experiments.studies.cell import Cell
+from finetune.atomic import write_json
+from finetune.digests import DONE, FILES, sums
 from finetune.errors import UserError
 from finetune.lock import taken
 
@@ -51,6 +53,12 @@ def await_orphans(out: Path) -> None:
             time.sleep(0.05)
     finally:
         os.close(fd)
+
+
+def note_finished(out: Path, names: Iterable[str]) -> None:
+    """Write done.json: SHA-256 of those of `names` that are there, and of what each cell keeps (`finetune.digests`)."""
+    kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
+    write_json(out / DONE, {FILES: sums(out, [file for file in kept if file.is_file()])})
 
 
 def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:

@@ -20,12 +20,13 @@ from experiments.results.cells import read_result
 from experiments.run.console import Console
 from experiments.studies.cell import Cell
 from experiments.studies.devices import Places
-from experiments.studies.directory import WORKERS
+from experiments.studies.directory import WORKERS, note_finished
 from experiments.studies.queue import RunUnit, run_cells, run_unit
 from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
+from finetune.digests import DONE
 from finetune.errors import Interrupted, UserError, is_remote
 from finetune.lock import INSIDE, owned
-from finetune.run_directory import write_provenance
+from finetune.run_directory import COMMAND, ENVIRONMENT, write_provenance
 
 RECIPE = "study.recipe.yaml"
 Document = dict[str, Any]
@@ -115,6 +116,7 @@ def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
     if out.exists() and not marker.is_file() and not (out.is_dir() and is_bare(out, but=("cells", INSIDE, WORKERS))):
         raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
     sweep_leftovers(out)
+    (out / DONE).unlink(missing_ok=True)  # it speaks of a study that is finished
     write_text(marker, recipe_yaml)  # first: a kill from here on leaves what the same command knows as its own
     make_directory(out / "cells")
     sweep_leftovers(out / "cells")
@@ -131,10 +133,11 @@ def carry_out(
     page: Callable[[Document], str] | None,
     jobs: int,
     quiet: bool,
+    kept: Sequence[str] = (),
 ) -> Document:
-    """Plan, run and judge a study; write what it found to `out`/`name`, and its page, if it has one.
+    """Plan, run and judge a study; write what it found to `out`/`name`, its page, if it has one, and done.json.
 
-    command: what the page says made it.
+    command: what the page says made it. kept: further files of `out` that the study goes by.
 
     Raises:
         UserError: bad input, before any cell runs; another command is at work on `out`. Interrupted: stopped; the same
@@ -154,6 +157,7 @@ def carry_out(
         write_json(out / name, document)
         if page is not None:
             write_text(out / "report.html", page(document))
+        note_finished(out, (name, RECIPE, COMMAND, ENVIRONMENT, *kept))
         return document
 
 

@@ -1,4 +1,4 @@
-"""A finished folder of ours, uploaded to an object store: a run, a selection, a sweep, feature shards, an export.
+"""A finished folder of ours, uploaded to an object store: a run, a selection, a sweep or comparison, feature shards.
 
     flatshift push runs/first s3://bucket/runs/first
 
@@ -43,7 +43,9 @@ def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None]
 def require_finished(folder: Path) -> None:
     """Raise UserError unless `folder` is a finished one of ours, with all its files as they were left."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder; name a run, a selection, a sweep, feature shards or an export")
+        raise UserError(
+            f"{folder}: no such folder; name a run, a selection, a sweep, a comparison, feature shards or an export"
+        )
     if (folder / DONE).exists():
         check_finished(folder)
     elif _is_features(folder):

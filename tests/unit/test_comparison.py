@@ -6,6 +6,7 @@ import dataclasses
 import json
 import lzma
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,8 @@ from experiments.studies.compare.tuning import (
     on_edge,
     together,
 )
-from finetune.errors import UserError
+from experiments.workflows.store_upload import require_finished
+from finetune.errors import Interrupted, UserError
 from tests.comparison_study import make_study
 
 # --------------------------------------------------------------------------------------------- trials
@@ -229,6 +231,26 @@ def test_running_again_runs_nothing_and_says_the_same(made) -> None:
     again = compare(str(recipe), out, data=recipe.parent, jobs=1, quiet=True)
     assert {file: file.stat().st_mtime_ns for file in (out / "cells").glob("*/*")} == before
     assert again == document
+
+
+def test_a_finished_comparison_is_sealed_and_its_next_start_is_unfinished(made, tmp_path: Path, monkeypatch) -> None:
+    recipe, out, _ = made
+    copy = tmp_path / "out"
+    shutil.copytree(out, copy)
+    require_finished(copy)
+    cell = next((copy / "cells").glob("*/result.json"))
+    cell.write_text(cell.read_text(encoding="utf-8").replace('"done"', '"lost"'), encoding="utf-8")
+    with pytest.raises(UserError, match="not what was saved"):
+        require_finished(copy)
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("experiments.studies.compare.run._tune", killed)
+    with pytest.raises(Interrupted):
+        compare(str(recipe), copy, data=recipe.parent, jobs=1, quiet=True)
+    with pytest.raises(UserError, match="is not finished"):
+        require_finished(copy)
 
 
 def test_results_of_the_form_before_are_read_and_those_that_failed_run_again(made, tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ from finetune.atomic import write_json
 from finetune.errors import UserError
 from finetune.evaluate.metrics import metric_of
 
+_EQUAL_TIME = "equal_time.json"
+
 
 def run_study(
     plan: Plan, out: Path, *, jobs: int, console: Console, on_cell: Callable[[Path], None] = lambda path: None
@@ -171,7 +173,7 @@ def _equal_steps(plan: Plan, out: Path, outcome: Outcome, pair: Pair) -> int | N
     The measured ratio is kept in equal_time.json, so that cells that are run again do not move it.
     """
     method, task = pair
-    file = out / "equal_time.json"
+    file = out / _EQUAL_TIME
     kept: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if method not in outcome.step_ratio:
         return None
@@ -223,5 +225,13 @@ def compare(
         return Plan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
 
     return carry_out(
-        f"flatshift compare {recipe}", out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet
+        f"flatshift compare {recipe}",
+        out,
+        DOCUMENT,
+        plan=plan,
+        measure=measure,
+        page=page,
+        jobs=jobs,
+        quiet=quiet,
+        kept=(_EQUAL_TIME,),
     )

@@ -27,13 +27,14 @@ from experiments.run.console import Console
 from experiments.statistics.peak import Look, looks
 from experiments.studies.cell import Cell
 from experiments.studies.devices import Places, choose_devices
-from experiments.studies.directory import results_of, stale_keys
+from experiments.studies.directory import note_finished, results_of, stale_keys
 from experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, refuse_claims
 from experiments.studies.queue import run_cells
 from experiments.studies.sweep.axes import Axes, Design, as_values, count_of, parse_grid
 from experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
 from experiments.studies.sweep.directory import (
     PLANNED,
+    SEALED,
     Part,
     check_directory,
     check_finished,
@@ -41,7 +42,6 @@ from experiments.studies.sweep.directory import (
     claim,
     count_others,
     merge,
-    note_finished,
     refuse_other_plan,
     write_marker,
 )
@@ -361,7 +361,7 @@ def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Cons
         console.say(f"{len(broken)} cells diverged or failed, for example {key}: {reason}")
     if any(row["status"] == "failed" for row in table):
         console.say("--rerun-failed tries again those that did not diverge")
-    note_finished(out)
+    note_finished(out, SEALED)
     if draw is not None:
         console.say(f"report: {draw(out)}")
     return 1 if broken else 0

@@ -36,7 +36,7 @@ from experiments.studies.cell import Cell
 from experiments.studies.directory import WORKERS, results_of
 from experiments.studies.leases import CLAIMS, claims_of, holder
 from finetune.atomic import is_bare, make_directory, replacing, replacing_directory, sweep_leftovers, write_json
-from finetune.digests import DONE, FILES, check_files, sums
+from finetune.digests import DONE, check_files
 from finetune.errors import UserError
 from finetune.lock import INSIDE
 from finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
@@ -90,11 +90,8 @@ def refuse_other_plan(out: Path, plan: dict[str, Any]) -> None:
         )
 
 
-def note_finished(out: Path) -> None:
-    """Write done.json: SHA-256 of the plan, the tables and what each cell keeps (`finetune.digests`)."""
-    names = (MARKER, RECIPE, COMMAND, ENVIRONMENT, CELLS, CURVES, POINTS, EMC)
-    kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
-    write_json(out / DONE, {FILES: sums(out, [file for file in kept if file.is_file()])})
+SEALED = (MARKER, RECIPE, COMMAND, ENVIRONMENT, CELLS, CURVES, POINTS, EMC)
+"""What done.json of a finished sweep speaks of, beside its cells."""
 
 
 def check_finished(out: Path) -> None:
