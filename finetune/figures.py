@@ -12,8 +12,10 @@ def gib(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`12 ms`, `3.27 s`."""
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    """`12 ms`, `3.27 s`, `14.2 minutes`, `31.5 hours`."""
+    if seconds < 120:
+        return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} minutes" if seconds < 7200 else f"{seconds / 3600:,.3g} hours"
 
 
 def per_second(rate: float, unit: str) -> str:

@@ -14,6 +14,7 @@ from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch
 from experiments.workflows.run_parts import FINE_TUNE
 from finetune.errors import UserError
+from finetune.figures import duration
 from finetune.planner.calibration import calibrate, kept_slack
 from finetune.planner.cluster import Cluster, read_sizes
 from finetune.planner.devices import at_hand
@@ -94,12 +95,12 @@ def plan(
         "recipe": best.recipe if best.fits else None,
         "tokens": wanted,
         "data": data,
-        "hours": round(hours, 3) if timed else None,
+        "hours": float(f"{hours:.3g}") if timed else None,
         "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
         "best": priced.index(best),
         "layouts": [layout.document() for layout in priced],
         "process_gib": _process(cluster, best),
-        "notes": _notes(cluster, sizes, priced[0]),
+        "notes": _notes(cluster, sizes, priced[0], best),
         "table": table(priced, cluster, sizes),
     }
 
@@ -125,13 +126,19 @@ def _process(cluster: Cluster, best: Layout) -> list[float] | None:
     return None if slack is None else [round(end / 2**30, 2) for end in slack.interval(best.needs.total)]
 
 
-def _notes(cluster: Cluster, sizes: Sizes, first: Layout) -> list[str]:
+def _notes(cluster: Cluster, sizes: Sizes, first: Layout, best: Layout) -> list[str]:
     notes = [
         "Seconds are a model's, fitted on A100s under full training: see docs/does-it-fit.md for its errors."
         if cluster.constants == PUBLISHED
         else f"Seconds take what --calibrate measured for {cluster.name}; between nodes they are published shares.",
         "allocated is what tensors take; reserved and nvidia_smi are ranges of what the pool and the driver add.",
     ]
+    if best.time.host:
+        known = "assumed" if cluster.constants == PUBLISHED else "measured"
+        notes.append(
+            f"The device waits for its host, {1e6 * cluster.constants.launch:.3g} µs a kernel ({known}): "
+            "larger micro-batches or train.compile help."
+        )
     if cluster.kind == "cuda" and cluster.name not in DEVICES:
         notes.append("This device is not in the table: its meshes are ranked by rates of an A100.")
     if sizes.experts > 1:
@@ -159,7 +166,7 @@ def render(document: dict[str, Any]) -> str:
         took = (
             "train.precision fp32: seconds are those of bf16 products and too short; no hours"
             if document["hours"] is None
-            else f"{document['tokens']:,.0f} tokens take {document['hours']:,.3g} hours"
+            else f"{document['tokens']:,.0f} tokens take {duration(3600 * document['hours'])}"
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
         if document["data"] is not None:
@@ -168,7 +175,7 @@ def render(document: dict[str, Any]) -> str:
             )
         lines += [
             f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
-            f"{best['update_s']:.3g} s ({_causes(best['seconds'])})",
+            f"{duration(best['update_s'])} ({_causes(best['seconds'])})",
             took,
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),

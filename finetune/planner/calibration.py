@@ -2,9 +2,10 @@
 
 Three rates are timed: one large matrix product; a LoRA-adapted Llama block forward and backward, as the difference of
 models of three blocks and of one, whose time beyond its products is element-wise traffic; and, where there are two
-devices or more, an all-reduce among them. What cannot be measured here (between nodes; between devices where there is
-one) stays as published. On a CPU fresh processes also tell what they hold beside the tensors of a step, which depends
-on the C library and on what oneDNN compiles. Reading what was kept imports no torch.
+devices or more, an all-reduce among them. On a GPU also how long the host needs to start a kernel. What cannot be
+measured here (between nodes; between devices where there is one) stays as published. On a CPU fresh processes also
+tell what they hold beside the tensors of a step, which depends on the C library and on what oneDNN compiles. Reading
+what was kept imports no torch.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[s
     probe = _PROBES[kind]
     rate = _product_rate(kind, probe)
     block = _block_seconds(kind, probe)
+    launch = _launch_seconds() if kind == "cuda" else PUBLISHED.launch
     link = _link_rate(kind, min(ranks, 8 if kind == "cuda" else 2), probe)
     lines = [
         f"matrix products: {rate / 1e9:,.4g} GFLOP/s in {'bf16' if kind == 'cuda' else 'fp32, one core'}",
@@ -95,7 +97,7 @@ def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[s
     ]
     if device is None:
         return PUBLISHED, [*lines, "this device is not in the table of `--gpus`, so no plan can use these figures"]
-    constants = _constants(device, probe, rate, block, link)
+    constants = dataclasses.replace(_constants(device, probe, rate, block, link), launch=launch)
     row = row or "CPU"
     record: dict[str, Any] = {"constants": asdict(constants)}
     if kind == "cpu" and (slack := process_slack()) is not None:
@@ -223,6 +225,19 @@ def _product_rate(kind: str, probe: _Probe) -> float:
     with cpu_threads(1 if kind == "cpu" else None):
         a, b = (torch.full(shape, 0.5, dtype=dtype, device=kind) for shape in ((n, h), (h, 4 * h)))
         return 2 * n * h * 4 * h / _best(lambda: torch.mm(a, b), kind)
+
+
+def _launch_seconds() -> float:
+    """Of the host for each of many small additions, which the device has done long before."""
+    import torch
+
+    value, many = torch.zeros(1, device="cuda"), 1000
+
+    def start() -> None:
+        for _ in range(many):
+            value.add_(1)
+
+    return _best(start, "cuda") / many
 
 
 def _block_seconds(kind: str, probe: _Probe) -> float:

@@ -22,7 +22,7 @@ from ..models.families import FAMILIES, pipeline_families
 from .cluster import Cluster
 from .footprint import Footprint, Sizes, footprint
 from .rules import Settings, broken_rule, check_settings
-from .throughput import Seconds, Work, seconds
+from .throughput import Seconds, Work, kernels, seconds
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 
@@ -309,6 +309,7 @@ def priced(settings: Settings, sizes: Sizes, cluster: Cluster, *, expert_paralle
         tp_inside=mesh.tp <= cluster.node,
         exchanged=sent * (expert_parallel - 1) / expert_parallel,
         exchanged_inside=expert_parallel * mesh.tp <= cluster.node,
+        kernels=_kernels(sizes, train) if cluster.kind == "cuda" else 0.0,
     )
     tokens = train.batch_size * train.accumulate * train.max_length
     attention = 12 * train.max_length * sizes.hidden * blocks
@@ -325,6 +326,13 @@ def priced(settings: Settings, sizes: Sizes, cluster: Cluster, *, expert_paralle
     )
     took = seconds(work, cluster.device, network=cluster.network, constants=cluster.constants)
     return Layout(mesh, train, needs, took, flops, cluster, expert_parallel)
+
+
+def _kernels(sizes: Sizes, train: Train) -> float:
+    """Of a block; none that count where torch.compile makes few of many."""
+    if train.compile:
+        return 0.0
+    return kernels(len(sizes.layers) / max(len(sizes.blocks), 1), recompute=train.checkpointing)
 
 
 def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:

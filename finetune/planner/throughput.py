@@ -27,12 +27,20 @@ class Constants:
     shards: float = 0.63
     """Share of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3,
     2104.04473)."""
+    launch: float = 1e-5
+    """Seconds of the host for each kernel of a GPU; assumed, not fitted: 5 to 25 µs are usual in eager mode."""
 
 
 PUBLISHED = Constants()
-"""Fitted on the ten rows of 2104.04473, Table 1, alone (A100, full training)."""
+"""Fitted on the ten rows of 2104.04473, Table 1, alone (A100, full training), but for `launch`."""
 _OVERLAP = 3.0
 """T = (Tc³ + Tm³)^(1/3) for gathers that computing hides in part."""
+
+
+def kernels(adapted: float, *, recompute: str) -> float:
+    """Kernels of a Llama block with so many adapted layers, forward and backward, without torch.compile: operations
+    that are no views, counted by dispatch."""
+    return 94 + 10 * adapted + (36 + 4 * adapted if recompute == "full" else 0)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,8 @@ class Work:
     exchanged: float = 0.0
     """Bytes that a rank sends to the experts of others and back in a micro-batch, gradients too."""
     exchanged_inside: bool = True
+    kernels: float = 0.0
+    """That the host starts for a block and micro-batch; 0: the host is the device, or does not matter."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,8 @@ class Seconds:
     head: float
     experts: float = 0.0
     """Tokens sent to experts on other ranks, and back."""
+    host: float = 0.0
+    """Of starting kernels, beyond what the device takes to run them: small models and micro-batches wait for it."""
 
     @property
     def total(self) -> float:
@@ -164,7 +176,8 @@ def seconds(work: Work, device: Device, *, network: float, constants: Constants 
     if work.gathered:
         taken = work.gathered / (device.link * at.fast_link if work.gathered_inside else network * at.shards)
         gathers = (stage**_OVERLAP + taken**_OVERLAP) ** (1 / _OVERLAP) - stage
-    idle = (p - 1) / work.virtual * (stage + gathers)
+    host = max(0.0, layers * work.kernels * at.launch - stage - gathers)
+    idle = (p - 1) / work.virtual * (stage + gathers + host)
     sent = 0.0 if p == 1 else 2 * work.virtual * 2 * b * s * h * 2 / t / network
     gradients = work.reduced / (device.link * at.fast_link if work.reduced_inside else network)
     return Seconds(
@@ -177,4 +190,5 @@ def seconds(work: Work, device: Device, *, network: float, constants: Constants 
         gradients=gradients,
         head=(stage - products - elements - tensor - exchange) * work.micro,
         experts=exchange * work.micro,
+        host=host * work.micro,
     )

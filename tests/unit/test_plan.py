@@ -6,9 +6,11 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments.recipe import from_override
 from experiments.workflows.plan import plan
 from finetune.config import Adapter, Mesh, Train
 from finetune.errors import UserError
@@ -340,10 +342,12 @@ def test_what_was_measured_here_is_kept_and_used(
     plain = seconds(calibration._work(probe), device, network=1.0)
     monkeypatch.setattr(calibration, "_product_rate", lambda kind, probe: rate)
     monkeypatch.setattr(calibration, "_block_seconds", lambda kind, probe: 2 * plain.products + 3 * plain.elements)
+    monkeypatch.setattr(calibration, "_launch_seconds", lambda: 6e-6)
     assert Cluster.parse("8xA100-80").constants == Constants()
     found, said = calibration.calibrate("A100-80", "cuda", 1)
     assert found.products == pytest.approx(0.5 * Constants().products) and found.fast_link == Constants().fast_link
     assert found.elements == pytest.approx(3 * Constants().elements)
+    assert found.launch == 6e-6
     assert "one device only, not measured" in "\n".join(said) and Cluster.parse("8xA100-80").constants == found
     assert Cluster.parse("8xH100-80").constants == Constants()
     (tmp_path / "cache" / "plan-A100-80.json").write_text("{", encoding="utf-8")
@@ -356,3 +360,50 @@ def test_what_was_measured_here_is_kept_and_used(
 def test_this_machine_is_measured() -> None:
     found, said = calibration.calibrate(None, "cpu", 2)
     assert calibration.kept("CPU") == found and 0.001 < found.products < 10 and said[0].startswith("matrix products: ")
+
+
+@pytest.mark.parametrize(("targets", "adapted"), [("all-linear", 7), (["q_proj", "v_proj"], 2)])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_kernels_of_a_block_are_those_that_dispatch_counts(targets: Any, adapted: int, recompute: str) -> None:
+    import peft
+    import torch
+    import transformers
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from finetune.parallel.activation_checkpoint import checkpoint_activations
+    from finetune.planner.throughput import kernels
+
+    views = {"view", "t", "transpose", "expand", "detach", "unsqueeze", "slice", "_unsafe_view", "alias", "permute"}
+
+    class Counted(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.count += func.overloadpacket.__name__ not in views
+            return func(*args, **(kwargs or {}))
+
+    def counted(blocks: int) -> int:
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=blocks, num_attention_heads=2, vocab_size=16
+        )
+        model: Any = peft.get_peft_model(
+            transformers.LlamaModel(config), peft.LoraConfig(r=4, target_modules=targets)
+        ).train()
+        checkpoint_activations(model, recompute)  # type: ignore[arg-type]
+        with Counted() as mode:
+            model(input_ids=torch.zeros(2, 8, dtype=torch.long)).last_hidden_state.sum().backward()
+        return mode.count
+
+    assert (counted(4) - counted(2)) / 2 == pytest.approx(kernels(adapted, recompute=recompute), rel=0.1)
+
+
+def test_a_small_model_waits_for_its_host_and_a_large_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    small = plan("language-model", gpus="1xH100-80")
+    best = small["layouts"][small["best"]]
+    assert best["seconds"]["host"] > 0.9 * best["update_s"]
+    assert "The device waits for its host" in small["notes"][2]
+    compiled = plan("language-model", [from_override("train.compile", "true")], gpus="1xH100-80")
+    assert compiled["layouts"][compiled["best"]]["seconds"]["host"] == 0
+    rows = [from_override("train.max_length", "4096")]
+    large = plan("language-model", rows, model="llama-3.1-8b", gpus="1xH100-80")
+    assert large["layouts"][large["best"]]["seconds"]["host"] == 0
