@@ -17,6 +17,9 @@ from experiments.statistics.intervals import Interval, t_quantile
 NOISE = 1e-10
 """Eigenvalues below this share of the largest count as none: features are computed in float32."""
 
+INDEPENDENT = 1e-6
+"""A row whose label the fit follows to this part has features that no others make up."""
+
 
 @dataclass(frozen=True)
 class KernelFit:
@@ -45,10 +48,14 @@ def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridge
         if np.isfinite(full).all():
             inverse = np.einsum("ij,j,ij->i", vectors, full, vectors)
             left_out = wanted - (vectors @ (full[:, None] * inside)) / inverse[:, None]
-        else:  # rows that the features cannot tell apart: the residual's own part of what no feature explains
+        else:  # some rows depend on others: those stand by their residual, the independent ones as above
             hat = np.einsum("ij,j,ij->i", vectors, values * gains, vectors)
-            fitted = vectors @ ((values * gains)[:, None] * inside)
-            left_out = wanted - (wanted - fitted) / np.maximum(1 - hat, 1e-9)[:, None]
+            residual = wanted - vectors @ ((values * gains)[:, None] * inside)
+            inverse = np.einsum("ij,j,ij->i", vectors, gains, vectors)
+            apart = (1 - hat > INDEPENDENT)[:, None]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                own = (vectors @ (gains[:, None] * inside)) / inverse[:, None]
+                left_out = wanted - np.where(apart, residual / (1 - hat)[:, None], np.nan_to_num(own))
         shares = values * gains
         fits.append(
             KernelFit(

@@ -45,7 +45,7 @@ LARGEST = 500
 """Rows × outputs up to which every output has its own kernel; above, all share that of their sum."""
 SKETCH = 4096
 """Numbers that the gradients of a group of ranks are hashed to where they are more."""
-DECAYS = (0.0, 1e-3, 1e-2, 1e-1, 1.0)
+DECAYS = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Ridges in units of the kernel's mean eigenvalue; 0 is training to the end."""
 
 
