@@ -149,7 +149,8 @@ def best_of(found: Sequence[Layout]) -> Layout:
     if not first.fits:
         return first
     alike = [layout for layout in found if layout.fits and layout.time.total <= _ALIKE * first.time.total]
-    return min(alike, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total))
+    # where all wait for the host, that with the least work for a device
+    return min(alike, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
 
 
 def mesh_name(mesh: Mesh) -> str:
