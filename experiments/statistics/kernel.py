@@ -44,24 +44,20 @@ def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridge
     fits = []
     for ridge in ridges:
         gains = np.divide(1.0, values + ridge, out=np.zeros_like(values), where=kept)
+        shares = values * gains
+        fitted = vectors @ (shares[:, None] * inside)
         full = np.where(kept, gains, 1.0 / ridge if ridge else np.inf)
         if np.isfinite(full).all():
             inverse = np.einsum("ij,j,ij->i", vectors, full, vectors)
             left_out = wanted - (vectors @ (full[:, None] * inside)) / inverse[:, None]
         else:  # some rows depend on others: those stand by their residual, the independent ones as above
-            hat = np.einsum("ij,j,ij->i", vectors, values * gains, vectors)
-            residual = wanted - vectors @ ((values * gains)[:, None] * inside)
+            hat = np.einsum("ij,j,ij->i", vectors, shares, vectors)
             inverse = np.einsum("ij,j,ij->i", vectors, gains, vectors)
             apart = (1 - hat > INDEPENDENT)[:, None]
             with np.errstate(divide="ignore", invalid="ignore"):
                 own = (vectors @ (gains[:, None] * inside)) / inverse[:, None]
-                left_out = wanted - np.where(apart, residual / (1 - hat)[:, None], np.nan_to_num(own))
-        shares = values * gains
-        fits.append(
-            KernelFit(
-                vectors @ (shares[:, None] * inside), outside @ (gains[:, None] * inside), left_out, float(shares.sum())
-            )
-        )
+                left_out = wanted - np.where(apart, (wanted - fitted) / (1 - hat)[:, None], np.nan_to_num(own))
+        fits.append(KernelFit(fitted, outside @ (gains[:, None] * inside), left_out, float(shares.sum())))
     return fits
 
 

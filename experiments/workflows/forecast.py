@@ -211,6 +211,7 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
     test = features(engine, recipe, held, axes.ranks, **how)
     order = numpy_generator(recipe.train.seed, "forecast", "rows").permutation(len(prepared.train))
     true, rows = _labels(held), []
+    base = _targets(true, test.outputs, recipe)[1]
     outputs = 1 if summed else count
     own = recipe.adapter.numerator_of
     for place, rank in enumerate(axes.ranks, start=1):
@@ -226,7 +227,6 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
             ridges = [unit * decay for decay in DECAYS] if not own_decay else [own_decay]
             posed = {noise: _targets(labels[some], train.outputs[some], recipe) for noise, labels in noisy.items()}
             columns = [wanted if summed else wanted.reshape(-1, 1) for wanted, _ in posed.values()]
-            base = _targets(true, test.outputs, recipe)[1]
             fits = kernel_fits(inner, outer, np.hstack(columns), ridges)  # every noise by one eigendecomposition
             for (noise, (wanted, start)), own_columns in zip(posed.items(), _spans(columns), strict=True):
                 for decay, fit in zip(DECAYS, fits, strict=False):

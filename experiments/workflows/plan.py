@@ -134,7 +134,7 @@ def _notes(cluster: Cluster, sizes: Sizes, first: Layout, best: Layout) -> list[
         "allocated is what tensors take; reserved and nvidia_smi are ranges of what the pool and the driver add.",
     ]
     if best.time.host:
-        known = "assumed" if cluster.constants == PUBLISHED else "measured"
+        known = "assumed" if cluster.constants.launch == PUBLISHED.launch else "measured"
         notes.append(
             f"The device waits for its host, {1e6 * cluster.constants.launch:.3g} µs a kernel ({known}): "
             "larger micro-batches or train.compile help."

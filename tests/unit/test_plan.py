@@ -397,7 +397,7 @@ def test_kernels_of_a_block_are_those_that_dispatch_counts(targets: Any, adapted
     assert (counted(4) - counted(2)) / 2 == pytest.approx(kernels(adapted, recompute=recompute), rel=0.1)
 
 
-def test_a_small_model_waits_for_its_host_and_a_large_one_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_model_waits_for_its_host_and_a_large_one_does_not() -> None:
     small = plan("language-model", gpus="1xH100-80")
     best = small["layouts"][small["best"]]
     assert best["seconds"]["host"] > 0.9 * best["update_s"]

@@ -13,7 +13,7 @@ import torch
 from experiments.recipe import from_override, load_recipe, recipe_key
 from experiments.recipe.auto import settled
 from finetune.compute import matmul_rate, precision
-from finetune.compute.matmul_rate import Rates, Shape, cpu_rates, peak_rate
+from finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
 from finetune.compute.precision import Choice, choose, cuda_choice, faster
 from finetune.config import Train
 from finetune.errors import UserError
@@ -69,6 +69,18 @@ def test_auto_takes_the_faster_dtype_of_this_machine(cache):
         torch.set_num_threads(before)
     if narrow > 2 * wide:  # beyond doubt
         assert choice.precision == "fp32"
+
+
+def test_of_a_dtype_that_is_far_behind_only_a_small_product_is_timed(monkeypatch):
+    timed = []
+
+    def rate(dtype: torch.dtype, product: tuple[int, int, int]) -> float:
+        timed.append(product[0])
+        return 1.0 if dtype is torch.bfloat16 else 100.0
+
+    monkeypatch.setattr(matmul_rate, "_rate", rate)
+    found = measure_rates(SHAPE)
+    assert timed == [matmul_rate._FEW] * 2 and matmul_rate.PRODUCT[0] > matmul_rate._FEW and found.block is None
 
 
 def test_a_measurement_is_kept(cache, monkeypatch):
