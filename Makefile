@@ -66,7 +66,7 @@ lint: $(VENV)/test
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python scripts/check_wheel.py
 
 # What is installed, in CycloneDX's form, by its own tool.

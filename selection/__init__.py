@@ -16,6 +16,7 @@ from selection.methods.auto import AutoSelector
 from selection.methods.base import Pool, Selector, Target
 from selection.methods.classifier import ClassifierSelector
 from selection.methods.contrast import GotDContrastSelector
+from selection.methods.cynical import CynicalSelector
 from selection.methods.domains import DomainsSelector
 from selection.methods.dsir import DSIRSelector
 from selection.methods.gotd import GotDSelector
@@ -46,6 +47,7 @@ __all__ = [
     "AutoSelector",
     "ClassifierSelector",
     "ConvergenceWarning",
+    "CynicalSelector",
     "DSIRSelector",
     "DomainsSelector",
     "FeatureCache",

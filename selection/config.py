@@ -15,6 +15,7 @@ from selection.features.token_space import TokenNgrams
 from selection.methods.auto import Auto
 from selection.methods.classifier import Classifier
 from selection.methods.contrast import GotDContrast
+from selection.methods.cynical import Cynical
 from selection.methods.domains import DomainsSelector
 from selection.methods.dsir import DSIR
 from selection.methods.gotd import GotD
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 Inner = (
     MooreLewis
+    | Cynical
     | GotD
     | GotDContrast
     | Random

@@ -17,6 +17,7 @@ import selection
 from selection import (
     AutoSelector,
     ClassifierSelector,
+    CynicalSelector,
     DomainsSelector,
     DSIRSelector,
     GotDContrastSelector,
@@ -42,6 +43,7 @@ from selection.config import (
     TSDS,
     Auto,
     Classifier,
+    Cynical,
     Domains,
     GotD,
     GotDContrast,
@@ -77,6 +79,7 @@ CASES = {
     "dsir-sha256": DSIRSelector(buckets=500, hashing="sha256", floor=1e-8, smoothing=0.0),
     "dsir-resample": DSIRSelector(buckets=500, resample=True, seed=3),
     "tsds": TSDSSelector(sigma=2.0, neighbours=20, seed=3),
+    "cynical": CynicalSelector(minimum=5, budget=BUDGET),
     "moore-lewis": MooreLewisSelector(share=0.4, minimum=5),
     "classifier": ClassifierSelector(buckets=512, fit_rows=100, seed=3),
     "auto": AutoSelector(budget=BUDGET, seed=3),
@@ -401,6 +404,7 @@ EVERY = [
     KNN(),
     DSIR(buckets=77, resample=True, hashing="sha256", smoothing=0.0, floor=1e-8),
     MooreLewis(share=0.3, minimum=3, memory_gib=2),
+    Cynical(mixture=0.2, prior=3.0, minimum=3),
     Classifier(buckets=99, strength=2.0, fit_rows=50, minimum=3),
     TSDS(alpha=0.4, scale=2.0, sigma=0.3, neighbours=9),
     Less(similarity="inner", checkpoint_weights=(1.0, 2.0)),
@@ -464,6 +468,8 @@ def test_build_selector_nests_and_refuses():
         (PerplexitySelector(measure=lambda texts: [1.0]), "one number per text"),
         (PerplexitySelector(measure=lambda texts: [np.nan] * len(texts)), "losses: row 0 is nan"),
         (MooreLewisSelector(share=0.0), "share must be above 0"),
+        (CynicalSelector(mixture=1.0), "mixture must be"),
+        (CynicalSelector(budget=N + 1), f"above the pool size {N}"),
         (MooreLewisSelector(), "moore-lewis works on tokens, and the pool has none"),
         (ClassifierSelector(buckets=1), "buckets must be at least 2"),
         (LengthSelector(unit="tokens"), "unit must be"),
@@ -480,7 +486,7 @@ def test_settings_that_cannot_work_are_one_sentence(selector, told, pool, target
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("selector", [MooreLewisSelector(), ClassifierSelector(), AutoSelector(budget=5)])
+@pytest.mark.parametrize("selector", [MooreLewisSelector(), CynicalSelector(), ClassifierSelector(), AutoSelector(budget=5)])
 def test_tokens_of_two_tokenizers_are_one_sentence(selector, pool, target):
     sides = [replace(side, tokens=TokenRows.of([[1, 2]] * len(side), size)) for side, size in ((pool, 5), (target, 7))]
     with pytest.raises(

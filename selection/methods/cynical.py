@@ -1,0 +1,247 @@
+"""Cynical selection (Axelrod 2017, arXiv 1709.02279): greedily the text that lowers the target's cross-entropy most.
+
+Moore and Lewis judge every text by itself, so that the first choices repeat one another and what the target has beside
+them is never served. Here a text is judged beside those already chosen: an n-gram that the selection holds often enough
+gains little more. The sum that is maximised is a submodular function of n-gram counts (Kirchhoff and Bilmes 2014), so
+that a gain only falls as the selection grows, and a text is looked at again only when its last known gain leads.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+from selection.errors import SelectionError
+from selection.lazy import np
+from selection.methods.base import Pool, Progress, Selector, Target, behind, checked_budget, finite_number, need
+from selection.validation import Around, check, made
+
+if TYPE_CHECKING:
+    from selection.features.tokens import TokenRows
+
+_ORDERS = (1, 2, 3)
+_BLOCK = 256
+"""Texts whose n-grams are looked up together."""
+_REMEMBERED = 200_000
+"""Texts whose n-grams are kept for the next look, some kB each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cynical:
+    """Cynical selection: one text after another, each the one that lowers the target's cross-entropy most per token
+    beside those already chosen; uni-, bi- and trigrams of the backbone's tokens."""
+
+    kind: Literal["cynical"] = "cynical"
+    title: ClassVar[str] = "Cynical selection"
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    mixture: float = 0.67
+    """Share of the selection in the mixture with the pool (what the backbone has seen) whose cross-entropy counts. The
+    smaller, the more it goes by what is rarer in the pool than in the target, and the less by what is still missing."""
+    prior: float = 15.0
+    """Tokens without any gain that every text is taken to hold beside its own, so that a long text has to gain less a
+    token than a short one. 0: the plain gain per token."""
+    minimum: int = 8
+    """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
+
+    def __post_init__(self) -> None:
+        check(self, "mixture", above=0, most=0.99)
+        check(self, "prior", least=0)
+        check(self, "minimum", least=1)
+
+    def build(self, around: Around) -> CynicalSelector:
+        return made(CynicalSelector, self, around)
+
+
+class CynicalSelector(Selector):
+    """Takes, `budget` times, the text of the largest gain ΔF / (n + prior), n its tokens, where
+
+        F(S) = Σ_g w_g log(1 + c_S(g) / (κ p(g)))   over the target's uni-, bi- and trigrams g,
+
+    w_g: their share among those of the target; p(g) in the pool, one occurrence added; c_S(g): how often the chosen
+    texts hold it; κ = (1 − mixture)/mixture · the tokens of `budget` mean texts. So F is the fall of the target's
+    cross-entropy (summed over the three orders) from the pool's distribution to the mixture of pool and selection, but
+    for a constant. Greedy by gain per token, exact by lazy evaluation (Minoux 1978; Leskovec et al. 2007, CELF).
+
+    Scores are −gain at the time a text was taken, in nats of cross-entropy (mean over the orders) that the whole budget
+    would bring at this rate. Texts beyond the budget follow by what they would gain beside the selection (an upper
+    bound: repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a
+    tenth of the pool. Weights are ignored. `evidence` says which tokens speak for a text.
+    """
+
+    def __init__(self, *, mixture: float = 0.67, prior: float = 15.0, minimum: int = 8, budget: int | None = None):
+        self.mixture = mixture
+        self.prior = prior
+        self.minimum = minimum
+        self.budget = budget
+
+    def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
+        """Needs tokens on both sides. The pool is read three times, and leading texts again."""
+        finite_number(self.mixture, "mixture", above=0.0, most=0.99)
+        finite_number(self.prior, "prior", least=0.0)
+        finite_number(self.minimum, "minimum", least=1)
+        budget = max(1, len(pool) // 10) if self.budget is None else checked_budget(self.budget, len(pool))
+        rows, aims = need(pool, target, "tokens", "cynical")
+        if not len(aims.flat):
+            raise SelectionError("no target text holds a single token; cynical has nothing to compare with")
+        self._ngrams = ngrams = _TargetNgrams(aims)
+        count = np.ones(len(ngrams))
+        for low, flat, lengths in rows.parts():
+            for found in ngrams.find(flat, lengths):
+                count += np.bincount(found[found >= 0], minlength=len(count))
+            if progress:
+                progress("counting n-grams", low + len(lengths), len(rows))
+        tokens = budget * len(rows.flat) / len(rows)
+        self._base = (1.0 - self.mixture) / self.mixture * tokens * count / (len(rows.flat) + 1.0)
+        lengths = rows.lengths
+        sizes = np.maximum(lengths + self.prior, 1.0)
+        short = lengths < self.minimum
+        bound = self._rates(rows, self._base, progress) / sizes
+        held, gains, taken, looks = self._greedy(rows, np.where(short, -np.inf, bound), sizes, budget, progress)
+        self.scores_ = np.empty(len(rows))
+        rest = np.ones(len(rows), dtype=bool)
+        rest[taken] = False
+        # A gain is never above an earlier one, but for rounding.
+        reached = np.minimum.accumulate(gains)
+        self.scores_[taken] = -reached
+        if rest.any():
+            self.scores_[rest] = -(self._rates(rows, self._base + held, None) / sizes)[rest]
+            if len(taken):
+                self.scores_[rest] = np.maximum(self.scores_[rest], np.nextafter(-reached[-1], np.inf))
+        self.scores_ *= max(tokens, 1.0) / len(_ORDERS)
+        if not short.all():
+            self.scores_ = behind(self.scores_, short, self.scores_)
+        self.nearest_target_ = None
+        fall = float(ngrams.weights @ np.log1p(held / self._base)) / len(_ORDERS)
+        self.diagnostics_ = {
+            "tokens_pool": len(rows.flat),
+            "tokens_target": len(aims.flat),
+            "ngrams_target": len(ngrams),
+            "ngrams_held": int((held > 0).sum()),
+            "gain_of_selection": fall,
+            "taken": len(taken),
+            "looked_at": looks,
+            "short": int(short.sum()),
+        }
+        return self
+
+    @property
+    def explains(self) -> bool:
+        """Whether `evidence` can be asked: after `fit`."""
+        return hasattr(self, "_ngrams")
+
+    def evidence(self, rows: TokenRows) -> list[Any]:
+        """For each text what each of its tokens, as the end of its n-grams, would gain as the first of its kind."""
+        self._fitted()
+        flat, lengths = rows.part(0, len(rows))
+        return np.split(self._by_token(flat, lengths, self._base), np.cumsum(lengths)[:-1]) if len(rows) else []
+
+    def _by_token(self, flat: np.ndarray, lengths: np.ndarray, base: np.ndarray) -> np.ndarray:
+        """(T,) gain of one more occurrence of the n-grams that end in each token."""
+        once = np.append(self._ngrams.weights * np.log1p(1.0 / base), 0.0)  # the last: no n-gram of the target
+        return np.asarray(sum(once[found] for found in self._ngrams.find(flat, lengths)))
+
+    def _rates(self, rows: TokenRows, base: np.ndarray, progress: Progress | None) -> np.ndarray:
+        """(N,) what each text gains at most: the logarithm is concave, so that occurrences count less together."""
+        rates = np.empty(len(rows))
+        for low, flat, lengths in rows.parts():
+            text_of = np.repeat(np.arange(len(lengths)), lengths)
+            by_token = self._by_token(flat, lengths, base)
+            rates[low : low + len(lengths)] = np.bincount(text_of, weights=by_token, minlength=len(lengths))
+            if progress:
+                progress("comparing n-grams", low + len(lengths), len(rows))
+        return rates
+
+    def _greedy(
+        self, rows: TokenRows, bound: np.ndarray, sizes: np.ndarray, budget: int, progress: Progress | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Occurrences of each n-gram in the selection, gains and rows in the order taken, and how many texts were
+        looked at. Of equal gains the earlier row goes first. bound (N,): what each may gain at most."""
+        weights, base = self._ngrams.weights, self._base
+        held = np.zeros(len(base))
+        first = np.argsort(-bound, kind="stable")
+        known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        leading: list[tuple[float, int, int]] = []
+        gains: list[float] = []
+        taken: list[int] = []
+        place = looks = 0
+
+        def gain(row: int) -> float:
+            if row not in known:
+                if len(known) >= _REMEMBERED:
+                    known.clear()
+                known.update(self._counted(rows, [row]))
+            ngrams, times = known[row]
+            return float(weights[ngrams] @ np.log1p(times / (base[ngrams] + held[ngrams]))) / float(sizes[row])
+
+        while len(taken) < budget:
+            while place < len(first) and (not leading or bound[first[place]] >= -leading[0][0]):
+                some = first[place : place + _BLOCK].tolist()
+                known.update(self._counted(rows, some))
+                for row in some:
+                    if bound[row] > 0.0:
+                        heapq.heappush(leading, (-gain(row), row, len(taken)))
+                place, looks = place + len(some), looks + len(some)
+            if not leading or leading[0][0] >= 0.0:
+                break  # nothing that is left holds an n-gram of the target
+            found, row, when = heapq.heappop(leading)
+            if when < len(taken):
+                heapq.heappush(leading, (-gain(row), row, len(taken)))
+                continue
+            gains.append(-found)
+            taken.append(row)
+            ngrams, times = known.pop(row) if row in known else self._counted(rows, [row])[row]
+            held[ngrams] += times
+            if progress and (len(taken) % _BLOCK == 0 or len(taken) == budget):
+                progress("choosing texts", len(taken), budget)
+        return held, np.array(gains), np.array(taken, dtype=np.int64), looks
+
+    def _counted(self, rows: TokenRows, some: list[int]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Of each of some texts the target's n-grams in it, ascending, and how often."""
+        part = rows.take(some)
+        flat, lengths = part.part(0, len(part))
+        text_of = np.repeat(np.arange(len(lengths)), lengths)
+        found = np.concatenate(self._ngrams.find(flat, lengths))
+        pairs = np.tile(text_of, len(_ORDERS)) * len(self._ngrams) + found
+        pairs, times = np.unique(pairs[found >= 0], return_counts=True)
+        texts, ngrams = np.divmod(pairs, len(self._ngrams))
+        cuts = np.searchsorted(texts, np.arange(1, len(some)))
+        return dict(zip(some, zip(np.split(ngrams, cuts), np.split(times, cuts), strict=True), strict=True))
+
+
+class _TargetNgrams:
+    """The distinct uni-, bi- and trigrams of the target's texts, numbered; `weights` (G,): the share of each among all
+    of its order."""
+
+    def __init__(self, aims: TokenRows):
+        from selection.methods.ngrams import trigrams
+
+        flat, lengths = aims.part(0, len(aims))
+        self._size = aims.size
+        bits = aims.size.bit_length()
+        self._masks = [np.uint64((1 << (bits * order)) - 1) for order in _ORDERS]
+        whole = trigrams(flat, lengths, aims.size)
+        tables = [np.unique(whole & mask, return_counts=True) for mask in self._masks]
+        self._keys = [keys for keys, _ in tables]
+        self._starts = np.cumsum([0, *(len(keys) for keys in self._keys)])
+        self.weights = np.concatenate([times for _, times in tables]) / len(flat)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def find(self, flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
+        """By order, (T,) int64: the number of the n-gram that ends in each token, −1 where the target has it not."""
+        from selection.methods.ngrams import trigrams
+
+        whole = trigrams(flat, lengths, self._size)
+        out = []
+        there = np.arange(len(whole))
+        for keys, mask, start in zip(self._keys, self._masks, self._starts.tolist(), strict=False):
+            wanted = whole[there] & mask
+            place = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            hit = keys[place] == wanted
+            there = there[hit]  # only where the shorter n-gram is known can the longer one be
+            found = np.full(len(whole), -1, dtype=np.int64)
+            found[there] = place[hit] + start
+            out.append(found)
+        return out

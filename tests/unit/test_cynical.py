@@ -1,0 +1,102 @@
+"""Cynical selection: equal to the naive greedy, whatever is kept in memory; serves what is still missing."""
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from selection import CynicalSelector, MooreLewisSelector, Pool, TokenRows
+from selection.methods import cynical
+
+SIZE = 30
+
+
+def ngrams(text):
+    """Uni-, bi- and trigrams; two borders stand before a text."""
+    padded = [SIZE, SIZE, *text]
+    return [tuple(padded[i + 3 - order : i + 3]) for order in (1, 2, 3) for i in range(len(text))]
+
+
+def texts(count, seed, most=SIZE):
+    r = np.random.default_rng(seed)
+    return [r.zipf(1.4, size=r.integers(1, 25)).clip(max=most - 1).tolist() for _ in range(count)]
+
+
+def naive(pool, target, budget, mixture, prior, minimum):
+    """(rows in the order taken, gain of each): every text looked at anew before every choice."""
+    weights = {g: c / sum(map(len, target)) for g, c in Counter(g for t in target for g in ngrams(t)).items()}
+    known, tokens = Counter(g for t in pool for g in ngrams(t)), sum(map(len, pool))
+    wanted = budget * tokens / len(pool)
+    kappa = (1 - mixture) / mixture * wanted
+    base = {g: kappa * (known[g] + 1) / (tokens + 1) for g in weights}
+    held: Counter = Counter()
+    taken: list[int] = []
+    gains = []
+    for _ in range(budget):
+        best = (0.0, -1)
+        for row, text in enumerate(pool):
+            if row in taken or len(text) < minimum:
+                continue
+            times = Counter(g for g in ngrams(text) if g in weights)
+            gain = sum(w * math.log1p(times[g] / (base[g] + held[g])) for g, w in weights.items() if g in times)
+            gain /= len(text) + prior
+            if gain > best[0] + 1e-15:
+                best = (gain, row)
+        if best[1] < 0:
+            break
+        gains.append(best[0] * wanted / 3)
+        taken.append(best[1])
+        held.update(g for g in ngrams(pool[best[1]]) if g in weights)
+    return taken, gains
+
+
+@pytest.mark.parametrize("mixture", [0.1, 0.67, 0.95])
+@pytest.mark.parametrize(("prior", "minimum"), [(0.0, 1), (15.0, 8)])
+def test_is_the_naive_greedy(mixture, prior, minimum, monkeypatch):
+    monkeypatch.setattr(cynical, "_BLOCK", 7)
+    monkeypatch.setattr(cynical, "_REMEMBERED", 12)
+    pool, target = texts(150, 1), texts(20, 2, most=12)
+    taken, gains = naive(pool, target, 30, mixture, prior, minimum)
+    selector = CynicalSelector(mixture=mixture, prior=prior, minimum=minimum, budget=30)
+    selector.fit(Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of(target, SIZE)))
+    assert selector.diagnostics_["taken"] == len(taken) == 30
+    assert selector.diagnostics_["looked_at"] < 150, "lazy: most texts of a pool never lead"
+    assert selector.select(30).tolist() == taken
+    np.testing.assert_allclose(-selector.scores_[taken], gains, rtol=1e-12)
+    assert len(set(selector.select(150).tolist())) == 150
+
+
+def test_what_is_chosen_lowers_the_cross_entropy_by_what_is_said():
+    pool, target = texts(150, 3), texts(20, 4, most=12)
+    selector = CynicalSelector(budget=30).fit(
+        Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of(target, SIZE))
+    )
+    known, tokens = Counter(g for t in pool for g in ngrams(t)), sum(map(len, pool))
+    held = Counter(g for row in selector.select(30).tolist() for g in ngrams(pool[row]))
+    kappa = 0.33 / 0.67 * 30 * tokens / len(pool)
+    aims = [g for t in target for g in ngrams(t)]
+    fall = sum(math.log1p(held[g] / (kappa * (known[g] + 1) / (tokens + 1))) for g in aims) / len(aims)
+    assert selector.diagnostics_["gain_of_selection"] == pytest.approx(fall, rel=1e-12)
+
+
+def test_both_halves_of_a_target_are_served_better_than_by_moore_lewis():
+    r = np.random.default_rng(5)
+    common = [r.integers(0, 10, size=20).tolist() for _ in range(400)]
+    first = [r.choice([10, 11, 12], size=20).tolist() for _ in range(60)]
+    second = [(r.choice([20, 21, 22], size=10).tolist() + r.integers(0, 10, size=10).tolist()) for _ in range(60)]
+    pool, target = common + first[:40] + second[:40], first[40:] + second[40:]
+    sides = Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of(target, SIZE))
+    kinds = [np.bincount(np.array([0] * 400 + [1] * 40 + [2] * 40)[selector.fit(*sides).select(30)], minlength=3)
+             for selector in (CynicalSelector(budget=30), MooreLewisSelector())]  # fmt: skip
+    assert kinds[0][1] >= 8 and kinds[0][2] >= 8 and kinds[0][0] == 0
+    assert min(kinds[1][1:]) < min(kinds[0][1:])
+
+
+def test_evidence_names_the_tokens_that_the_target_has():
+    pool, target = texts(80, 6), [[3, 4, 5, 3, 4, 5]]
+    selector = CynicalSelector(budget=5)
+    assert not selector.explains
+    selector.fit(Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of(target, SIZE)))
+    (gains,) = selector.evidence(TokenRows.of([[9, 3, 4, 5, 8]], SIZE))
+    assert gains[0] == gains[4] == 0.0 and 0.0 < gains[1] < gains[2] < gains[3]
