@@ -265,7 +265,7 @@ def select(
 
     pool, target: lists of texts, or files as a `Path` or a list of them; or `pool` alone, a recipe with a `select`
     block. method, embedder: a kind (`"gotd"`, `"tfidf"`, …) or its settings (`selection.methods.gotd.GotD(...)`), else
-    the recipe's, or Moore-Lewis on the backbone's tokens, or GOT-D where an embedder is given. overrides: further
+    the recipe's, or `cynical` on the backbone's tokens, or GOT-D where an embedder is given. overrides: further
     recipe keys. out: directory to make; by default nothing is kept but the answer. Lists of texts are kept beside it,
     as files in `OUT-texts/`, so that its manifest names what was read.
     Raises UserError for wrong types, bad rows or a budget above the pool, before anything is embedded.

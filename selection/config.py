@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from selection.methods.perplexity import Measure
 
 Inner = (
-    MooreLewis
-    | Cynical
+    Cynical
+    | MooreLewis
     | GotD
     | GotDContrast
     | Random

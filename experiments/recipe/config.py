@@ -28,7 +28,7 @@ from finetune.config import (
 )
 from finetune.tasks import LanguageModel, MaskedLM, Task
 from regularizers.config import Plain, RegularizerConfig
-from selection.config import Chunk, Embedder, Features, Method, MooreLewis, Relevance, TfIdf
+from selection.config import Chunk, Cynical, Embedder, Features, Method, Relevance, TfIdf
 from selection.hygiene.config import Hygiene
 
 
@@ -51,7 +51,7 @@ class Select:
     """What is removed from the pool before anything is chosen."""
     budget: int = 1000
     """Records to choose."""
-    method: Method = field(default_factory=MooreLewis)
+    method: Method = field(default_factory=Cynical)
     """How records are scored. Left out where an `embedder` is named: gotd, which works on its vectors."""
     embedder: Embedder = field(default_factory=TfIdf)
     """How texts become vectors (methods that need them)."""

@@ -37,8 +37,8 @@ class Flags:
     out: Path | None = None
     """Directory to make (required): not there, empty, or with what this same command left when it was killed."""
     method: str | None = None
-    """How records are scored: moore-lewis (default for texts), gotd (for features), auto, dsir, random or another kind
-    of `select.method` (docs/recipes.md)."""
+    """How records are scored: cynical (default for texts), gotd (for features), auto, moore-lewis, random or another
+    kind of `select.method` (docs/recipes.md)."""
     negative: tuple[str, ...] = ()
     """Files with examples of what must not be learnt (gotd-contrast)."""
     embedder: str | None = None

@@ -16,6 +16,7 @@ from selection.errors import SelectionError
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, keyed_uniform, need
 from selection.methods.classifier import Classifier
+from selection.methods.cynical import Cynical
 from selection.methods.dsir import DSIR
 from selection.methods.gotd import GotD
 from selection.methods.knn import KNN
@@ -26,7 +27,14 @@ from selection.validation import Around, check, made
 if TYPE_CHECKING:
     from selection.features.tokens import TokenRows
 
-_TRIED: dict[str, Any] = {"moore-lewis": MooreLewis, "classifier": Classifier, "dsir": DSIR, "gotd": GotD, "knn": KNN}
+_TRIED: dict[str, Any] = {
+    "cynical": Cynical,
+    "moore-lewis": MooreLewis,
+    "classifier": Classifier,
+    "dsir": DSIR,
+    "gotd": GotD,
+    "knn": KNN,
+}
 _DRAWS = 3
 """Random draws that a method is compared with."""
 _SHARE = 0.5
@@ -42,7 +50,8 @@ class Auto:
     kind: Literal["auto"] = "auto"
     title: ClassVar[str] = "The selector"
     needs: ClassVar[tuple[str, ...]] = ("tokens", "texts", "features")
-    tried: tuple[Literal["moore-lewis", "classifier", "dsir", "gotd", "knn"], ...] = (
+    tried: tuple[Literal["cynical", "moore-lewis", "classifier", "dsir", "gotd", "knn"], ...] = (
+        "cynical",
         "moore-lewis",
         "classifier",
         "dsir",

@@ -54,7 +54,7 @@ class Cynical:
 
 
 class CynicalSelector(Selector):
-    """Takes, `budget` times, the text of the largest gain ΔF / (n + prior), n its tokens, where
+    """Takes one after another the text of the largest gain ΔF / (n + prior), n its tokens, where
 
         F(S) = Σ_g w_g log(1 + c_S(g) / (κ p(g)))   over the target's uni-, bi- and trigrams g,
 
@@ -62,9 +62,10 @@ class CynicalSelector(Selector):
     texts hold it; κ = (1 − mixture)/mixture · the tokens of `budget` mean texts. So F is the fall of the target's
     cross-entropy (summed over the three orders) from the pool's distribution to the mixture of pool and selection, but
     for a constant. Greedy by gain per token, exact by lazy evaluation (Minoux 1978; Leskovec et al. 2007, CELF).
+    It ends with `budget` texts, or later where these hold fewer tokens than as many mean texts.
 
     Scores are −gain at the time a text was taken, in nats of cross-entropy (mean over the orders) that the whole budget
-    would bring at this rate. Texts beyond the budget follow by what they would gain beside the selection (an upper
+    would bring at this rate. Texts that were not taken follow by what they would gain beside the selection (an upper
     bound: repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a
     tenth of the pool. Weights are ignored. `evidence` says which tokens speak for a text.
     """
@@ -97,7 +98,9 @@ class CynicalSelector(Selector):
         sizes = np.maximum(lengths + self.prior, 1.0)
         short = lengths < self.minimum
         bound = self._rates(rows, self._base, progress) / sizes
-        held, gains, taken, looks = self._greedy(rows, np.where(short, -np.inf, bound), sizes, budget, progress)
+        held, gains, taken, looks = self._greedy(
+            rows, np.where(short, -np.inf, bound), sizes, (budget, tokens), progress
+        )
         self.scores_ = np.empty(len(rows))
         rest = np.ones(len(rows), dtype=bool)
         rest[taken] = False
@@ -153,18 +156,25 @@ class CynicalSelector(Selector):
         return rates
 
     def _greedy(
-        self, rows: TokenRows, bound: np.ndarray, sizes: np.ndarray, budget: int, progress: Progress | None
+        self,
+        rows: TokenRows,
+        bound: np.ndarray,
+        sizes: np.ndarray,
+        least: tuple[int, float],
+        progress: Progress | None,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Occurrences of each n-gram in the selection, gains and rows in the order taken, and how many texts were
-        looked at. Of equal gains the earlier row goes first. bound (N,): what each may gain at most."""
+        looked at. Of equal gains the earlier row goes first. bound (N,): what each may gain at most; least: texts and
+        tokens that are to be taken."""
+        budget, tokens = least
         weights, base = self._ngrams.weights, self._base
-        held = np.zeros(len(base))
+        held, lengths = np.zeros(len(base)), rows.lengths
         first = np.argsort(-bound, kind="stable")
         known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         leading: list[tuple[float, int, int]] = []
         gains: list[float] = []
         taken: list[int] = []
-        place = looks = 0
+        place = looks = size = 0
 
         def gain(row: int) -> float:
             if row not in known:
@@ -174,7 +184,7 @@ class CynicalSelector(Selector):
             ngrams, times = known[row]
             return float(weights[ngrams] @ np.log1p(times / (base[ngrams] + held[ngrams]))) / float(sizes[row])
 
-        while len(taken) < budget:
+        while len(taken) < budget or size < tokens:
             while place < len(first) and (not leading or bound[first[place]] >= -leading[0][0]):
                 some = first[place : place + _BLOCK].tolist()
                 known.update(self._counted(rows, some))
@@ -190,9 +200,10 @@ class CynicalSelector(Selector):
                 continue
             gains.append(-found)
             taken.append(row)
+            size += int(lengths[row])
             ngrams, times = known.pop(row) if row in known else self._counted(rows, [row])[row]
             held[ngrams] += times
-            if progress and (len(taken) % _BLOCK == 0 or len(taken) == budget):
+            if progress and len(taken) <= budget and (len(taken) % _BLOCK == 0 or len(taken) == budget):
                 progress("choosing texts", len(taken), budget)
         return held, np.array(gains), np.array(taken, dtype=np.int64), looks
 

@@ -67,6 +67,7 @@ def check(columns: dict, budget: int = 12) -> None:
         ["--method", "tsds", "--select.method.sigma", "0.3", "--select.method.neighbours", "6"],
         ["--method", "length", "--select.method.prefer", "short"],
         ["--method", "dsir", "--select.method.hashing", "sha256"],
+        ["--method", "cynical", "--select.method.mixture", "0.5"],
         ["--method", "moore-lewis", "--select.method.share", "0.6"],
         ["--method", "classifier", "--select.method.buckets", "4096"],
     ],
@@ -78,7 +79,7 @@ def test_every_method_writes_the_contract(base: list[str], tmp_path: Path, more:
     columns, manifest = result(tmp_path)
     check(columns)
     assert manifest["selection"]["method"] == more[1]
-    if more[1] in ("gotd", "tsds", "dsir", "moore-lewis", "classifier"):
+    if more[1] in ("gotd", "tsds", "dsir", "cynical", "moore-lewis", "classifier"):
         chosen = [domain for domain, taken in zip(columns["domain"], columns["selected"], strict=True) if taken]
         assert chosen.count("a") >= 11, "the target is about what domain a is about"
 

@@ -28,7 +28,7 @@ def sentences(words: list[str], count: int, length: int, seed: int = 0) -> list[
 CATS, CARS = ["cat", "kitten", "paw", "purring", "whiskers"], ["car", "engine", "wheel", "brake", "diesel"]
 
 
-@pytest.mark.parametrize("method", ["moore-lewis", "classifier", "dsir"])
+@pytest.mark.parametrize("method", ["cynical", "moore-lewis", "classifier", "dsir"])
 def test_words_that_spoke_are_the_targets_words(tmp_path: Path, method: str, capsys) -> None:
     pool = [{"text": text} for text in sentences(CARS, 40, 12) + sentences(CATS, 20, 12, 1)]
     found = select(tmp_path, pool, sentences(CATS, 20, 12, 2), "--method", method)

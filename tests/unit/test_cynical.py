@@ -24,7 +24,8 @@ def texts(count, seed, most=SIZE):
 
 
 def naive(pool, target, budget, mixture, prior, minimum):
-    """(rows in the order taken, gain of each): every text looked at anew before every choice."""
+    """(rows in the order taken, gain of each): every text looked at anew before every choice, until so many texts and
+    as many tokens as they have in the mean are taken."""
     weights = {g: c / sum(map(len, target)) for g, c in Counter(g for t in target for g in ngrams(t)).items()}
     known, tokens = Counter(g for t in pool for g in ngrams(t)), sum(map(len, pool))
     wanted = budget * tokens / len(pool)
@@ -33,7 +34,7 @@ def naive(pool, target, budget, mixture, prior, minimum):
     held: Counter = Counter()
     taken: list[int] = []
     gains = []
-    for _ in range(budget):
+    while len(taken) < budget or sum(len(pool[row]) for row in taken) < wanted:
         best = (0.0, -1)
         for row, text in enumerate(pool):
             if row in taken or len(text) < minimum:
@@ -60,9 +61,9 @@ def test_is_the_naive_greedy(mixture, prior, minimum, monkeypatch):
     taken, gains = naive(pool, target, 30, mixture, prior, minimum)
     selector = CynicalSelector(mixture=mixture, prior=prior, minimum=minimum, budget=30)
     selector.fit(Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of(target, SIZE)))
-    assert selector.diagnostics_["taken"] == len(taken) == 30
-    assert selector.diagnostics_["looked_at"] < 150, "lazy: most texts of a pool never lead"
-    assert selector.select(30).tolist() == taken
+    assert selector.diagnostics_["taken"] == len(taken) >= 30
+    assert selector.diagnostics_["looked_at"] < 150 or not prior, "lazy: some texts of the pool never lead"
+    assert selector.select(len(taken)).tolist() == taken
     np.testing.assert_allclose(-selector.scores_[taken], gains, rtol=1e-12)
     assert len(set(selector.select(150).tolist())) == 150
 
@@ -73,7 +74,8 @@ def test_what_is_chosen_lowers_the_cross_entropy_by_what_is_said():
         Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of(target, SIZE))
     )
     known, tokens = Counter(g for t in pool for g in ngrams(t)), sum(map(len, pool))
-    held = Counter(g for row in selector.select(30).tolist() for g in ngrams(pool[row]))
+    taken = selector.diagnostics_["taken"]
+    held = Counter(g for row in selector.select(taken).tolist() for g in ngrams(pool[row]))
     kappa = 0.33 / 0.67 * 30 * tokens / len(pool)
     aims = [g for t in target for g in ngrams(t)]
     fall = sum(math.log1p(held[g] / (kappa * (known[g] + 1) / (tokens + 1))) for g in aims) / len(aims)

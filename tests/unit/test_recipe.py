@@ -196,7 +196,7 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
 @pytest.mark.parametrize(
     ("text", "kind", "origin"),
     [
-        ("select: {budget: 3}", "moore-lewis", None),
+        ("select: {budget: 3}", "cynical", None),
         ("select: {embedder: backbone}", "gotd", "r.yaml:1"),
         ("select: {embedder: {kind: tfidf, dim: 16}, method: {epsilon: 0.1}}", "gotd", "r.yaml:1"),
         ("select: {embedder: tfidf, method: {kind: knn}}", "knn", "r.yaml:1"),
@@ -212,9 +212,7 @@ def test_a_selection_without_a_method_goes_by_whether_an_embedder_is_named(write
 
 
 def test_a_setting_of_another_method_than_the_default_names_those_that_have_it(write) -> None:
-    with pytest.raises(
-        UserError, match=r"r\.yaml:1: select\.method is moore-lewis .* no 'epsilon'; name .*\(gotd, gotd-c"
-    ):
+    with pytest.raises(UserError, match=r"r\.yaml:1: select\.method is cynical .* no 'epsilon'; name .*\(gotd, gotd-c"):
         load_recipe(write("select: {method: {epsilon: 0.1}}"))
 
 

@@ -486,7 +486,9 @@ def test_settings_that_cannot_work_are_one_sentence(selector, told, pool, target
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("selector", [MooreLewisSelector(), CynicalSelector(), ClassifierSelector(), AutoSelector(budget=5)])
+@pytest.mark.parametrize(
+    "selector", [MooreLewisSelector(), CynicalSelector(), ClassifierSelector(), AutoSelector(budget=5)]
+)
 def test_tokens_of_two_tokenizers_are_one_sentence(selector, pool, target):
     sides = [replace(side, tokens=TokenRows.of([[1, 2]] * len(side), size)) for side, size in ((pool, 5), (target, 7))]
     with pytest.raises(
