@@ -1,11 +1,12 @@
 """Selectors on the backbone's tokens beside DSIR and plain GOT-D, budgets in tokens that are read through once.
 
     python -m benchmarks.selection_short --data DIR        # about 8,000 CPU-seconds; resumable
+    python -m benchmarks.selection_short --data DIR --selectors cynical gotd dsir    # a part, which the whole takes over
 
 The study benchmarks/studies/selection_quality/selection-short.yaml; DIR is the directory of its files. Cells are kept
 in .bench/selection_short and copied to benchmarks/results/selection_short/cells as they finish, from where a later run
-takes them back. Perplexity of the targets' test texts, and of the same in plain form, after `moore-lewis` beside every
-other arm: mean over targets, paired by seed, with Holm's p; and target by target beside the two that it has to beat.
+takes them back. Perplexity of the targets' test texts, and of the same in plain form, after the study's focus beside
+every other arm: mean over targets, paired by seed, with Holm's p; and target by target beside the two that it has to beat.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ def main() -> None:
     flags.add_argument("--data", type=Path, required=True, help="directory of pool and targets")
     flags.add_argument("--out", type=Path, default=ROOT / ".bench" / "selection_short")
     flags.add_argument("--jobs", type=int, default=2)
+    flags.add_argument("--selectors", nargs="*", default=(), help="these arms and the baseline alone")
     options = flags.parse_args()
     bench = Benchmark("selection_short", packages=("torch", "transformers", "peft", "numpy", "scikit-learn"))
-    study = partial(study_quality, str(RECIPE), options.out, data=options.data, jobs=options.jobs)
+    study = partial(
+        study_quality, str(RECIPE), options.out, data=options.data, jobs=options.jobs, selectors=options.selectors
+    )
     rows(bench, studied(options.out, KEPT, DOCUMENT, study))
     bench.finish()
 
