@@ -1,12 +1,13 @@
 """Selectors on the backbone's tokens beside DSIR and plain GOT-D, budgets in tokens that are read through once.
 
     python -m benchmarks.selection_short --data DIR        # about 8,000 CPU-seconds; resumable
-    python -m benchmarks.selection_short --data DIR --selectors cynical gotd dsir    # a part, which the whole takes over
+    python -m benchmarks.selection_short --data DIR --selectors cynical gotd dsir    # a part of it
 
 The study benchmarks/studies/selection_quality/selection-short.yaml; DIR is the directory of its files. Cells are kept
 in .bench/selection_short and copied to benchmarks/results/selection_short/cells as they finish, from where a later run
 takes them back. Perplexity of the targets' test texts, and of the same in plain form, after the study's focus beside
-every other arm: mean over targets, paired by seed, with Holm's p; and target by target beside the two that it has to beat.
+every other arm: mean over targets, paired by seed, with Holm's p; and target by target beside the two that it has to
+beat.
 """
 
 from __future__ import annotations
