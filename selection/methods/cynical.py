@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 _ORDERS = (1, 2, 3)
 _BLOCK = 256
 """Texts whose n-grams are looked up together."""
-_LOOKS = 8192
-"""Texts that are looked at by the same bounds, at least; their n-grams are kept, some kB each."""
+_LOOKS, _MOST_LOOKS = 8192, 1 << 18
+"""Texts that are looked at by the same bounds: a 32nd of the pool within these limits. Their n-grams are kept, about a
+kB each."""
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
 """Of multiplicative hashing (Knuth): 2^64 over the golden ratio."""
@@ -97,20 +98,14 @@ class CynicalSelector(Selector):
                 progress("counting n-grams", low + len(lengths), len(rows))
         tokens = budget * len(rows.flat) / len(rows)
         self._base = (1.0 - self.mixture) / self.mixture * tokens * count / (len(rows.flat) + 1.0)
-        lengths = rows.lengths
-        sizes = np.maximum(lengths + self.prior, 1.0)
-        short = lengths < self.minimum
-        held, gains, taken, looks, passes = self._greedy(rows, ~short, sizes, (budget, tokens), progress)
-        self.scores_ = np.empty(len(rows))
-        rest = np.ones(len(rows), dtype=bool)
-        rest[taken] = False
-        # A gain is never above an earlier one, but for rounding.
-        reached = np.minimum.accumulate(gains)
-        self.scores_[taken] = -reached
-        if rest.any():
-            self.scores_[rest] = -(self._rates(rows, self._base + held, None) / sizes)[rest]
-            if len(taken):
-                self.scores_[rest] = np.maximum(self.scores_[rest], np.nextafter(-reached[-1], np.inf))
+        short = rows.lengths < self.minimum
+        held, reached, taken, looks, passes = self._greedy(rows, ~short, (budget, tokens), progress)
+        self.scores_ = self._bounds(rows, self._base + held, None)
+        if len(taken):
+            # A gain is never above an earlier one, nor one that is left above the last, but for rounding.
+            reached = np.maximum.accumulate(reached)
+            np.maximum(self.scores_, np.nextafter(reached[-1], np.inf), out=self.scores_)
+            self.scores_[taken] = reached
         self.scores_ *= max(tokens, 1.0) / len(_ORDERS)
         if not short.all():
             self.scores_ = behind(self.scores_, short, self.scores_)
@@ -145,68 +140,75 @@ class CynicalSelector(Selector):
         once = np.append(self._ngrams.weights * np.log1p(1.0 / base), 0.0)  # the last: no n-gram of the target
         return np.asarray(sum(once[found] for found in self._ngrams.find(flat, lengths)))
 
-    def _rates(self, rows: TokenRows, base: np.ndarray, progress: Progress | None) -> np.ndarray:
-        """(N,) what each text gains at most: the logarithm is concave, so that occurrences count less together."""
-        rates = np.empty(len(rows))
+    def _bounds(self, rows: TokenRows, base: np.ndarray, progress: Progress | None) -> np.ndarray:
+        """(N,) −gain per token of each text at most: the logarithm is concave, so that repeats in a text add less."""
+        bounds = np.empty(len(rows))
         for low, flat, lengths in rows.parts():
             text_of = np.repeat(np.arange(len(lengths)), lengths)
-            by_token = self._by_token(flat, lengths, base)
-            rates[low : low + len(lengths)] = np.bincount(text_of, weights=by_token, minlength=len(lengths))
+            gains = np.bincount(text_of, weights=self._by_token(flat, lengths, base), minlength=len(lengths))
+            bounds[low : low + len(lengths)] = -gains / self._sizes(lengths)
             if progress:
                 progress("comparing n-grams", low + len(lengths), len(rows))
-        return rates
+        return bounds
 
-    def _greedy(
-        self, rows: TokenRows, may: np.ndarray, sizes: np.ndarray, least: tuple[int, float], progress: Progress | None
-    ) -> _Taken:
+    def _sizes(self, lengths: np.ndarray) -> np.ndarray:
+        return np.maximum(lengths + self.prior, 1.0)
+
+    def _greedy(self, rows: TokenRows, may: np.ndarray, least: tuple[int, float], progress: Progress | None) -> _Taken:
         """may (N,): which texts may be taken; least: texts and tokens that are to be taken."""
         weights, base = self._ngrams.weights, self._base
-        held, lengths = np.zeros(len(base)), rows.lengths
+        held = np.zeros(len(base))
         known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        gains: list[float] = []
+        reached: list[float] = []
         taken: list[int] = []
         size = looks = passes = 0
 
-        def gain(row: int) -> float:
+        def score(row: int) -> float:
             if row not in known:
                 known.update(self._counted(rows, [row]))
             ngrams, times = known[row]
-            return float(weights[ngrams] @ np.log1p(times / (base[ngrams] + held[ngrams]))) / float(sizes[row])
+            gain = float(weights[ngrams] @ np.log1p(times / (base[ngrams] + held[ngrams])))
+            return -gain / float(self._sizes(np.asarray(len(rows[row]))))
 
         def enough() -> bool:
             return len(taken) >= least[0] and size >= least[1]
 
         left = may.copy()
+        once = min(max(_LOOKS, len(rows) // 32), _MOST_LOOKS)
         while not enough() and left.any():
-            bound = np.where(left, self._rates(rows, base + held, progress if not taken else None) / sizes, -np.inf)
-            first = np.argsort(-bound, kind="stable")
+            bound = self._bounds(rows, base + held, progress if not taken else None)
+            bound[~left] = np.inf
+            first = np.argsort(bound, kind="stable")
             leading: list[tuple[float, int, int]] = []
             place, passes, before = 0, passes + 1, len(taken)
             known.clear()
             # Bounds of a while ago let too many texts lead: then one more pass is cheaper.
-            while not enough() and (place <= max(_LOOKS, len(rows) // 32) or len(taken) == before):
-                while place < len(first) and (not leading or bound[first[place]] >= -leading[0][0]):
+            while not enough() and (place <= once or len(taken) == before):
+                while place < len(first) and (not leading or bound[first[place]] <= leading[0][0]):
                     some = first[place : place + _BLOCK]
-                    some = some[bound[some] > 0.0].tolist()
+                    some = some[bound[some] < 0.0].tolist()
+                    if not some:
+                        place = len(first)
+                        break
                     known.update(self._counted(rows, some))
                     for row in some:
-                        heapq.heappush(leading, (-gain(row), row, len(taken)))
+                        heapq.heappush(leading, (score(row), row, len(taken)))
                     place, looks = place + _BLOCK, looks + len(some)
                 if not leading:  # nothing that is left holds an n-gram of the target
-                    return _Taken(held, np.array(gains), np.array(taken, dtype=np.int64), looks, passes)
+                    return _Taken(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
                 found, row, when = heapq.heappop(leading)
                 if when < len(taken):
-                    heapq.heappush(leading, (-gain(row), row, len(taken)))
+                    heapq.heappush(leading, (score(row), row, len(taken)))
                     continue
-                gains.append(-found)
+                reached.append(found)
                 taken.append(row)
                 left[row] = False
-                size += int(lengths[row])
+                size += len(rows[row])
                 ngrams, times = known.pop(row)
                 held[ngrams] += times
                 if progress and len(taken) <= least[0] and (len(taken) % _BLOCK == 0 or len(taken) == least[0]):
                     progress("choosing texts", len(taken), least[0])
-        return _Taken(held, np.array(gains), np.array(taken, dtype=np.int64), looks, passes)
+        return _Taken(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
 
     def _counted(self, rows: TokenRows, some: list[int]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Of each of some texts the target's n-grams in it, ascending, and how often."""
@@ -218,7 +220,8 @@ class CynicalSelector(Selector):
         pairs, times = np.unique(pairs[found >= 0], return_counts=True)
         texts, ngrams = np.divmod(pairs, len(self._ngrams))
         cuts = np.searchsorted(texts, np.arange(1, len(some)))
-        return dict(zip(some, zip(np.split(ngrams, cuts), np.split(times, cuts), strict=True), strict=True))
+        parts = (np.split(side.astype(np.int32), cuts) for side in (ngrams, times))
+        return dict(zip(some, zip(*parts, strict=True), strict=True))
 
 
 class _Taken(NamedTuple):
@@ -226,8 +229,8 @@ class _Taken(NamedTuple):
 
     held: np.ndarray
     """(G,) occurrences of each of the target's n-grams in it."""
-    gains: np.ndarray
-    """In the order taken; nats a token, divided by nothing."""
+    scores: np.ndarray
+    """−gain per token of each at the time, in the order taken."""
     rows: np.ndarray
     """In the order taken; of equal gains the earlier row first."""
     looks: int
@@ -241,10 +244,10 @@ class _TargetNgrams:
     of its order."""
 
     def __init__(self, aims: TokenRows):
-        from selection.methods.ngrams import trigrams
+        from selection.methods.ngrams import checked_vocabulary, trigrams
 
         flat, lengths = aims.part(0, len(aims))
-        self._size = aims.size
+        self._size = checked_vocabulary(aims.size)
         bits = aims.size.bit_length()
         self._masks = [np.uint64((1 << (bits * order)) - 1) for order in _ORDERS]
         whole = trigrams(flat, lengths, aims.size)

@@ -18,6 +18,13 @@ ROW_BYTES = 40
 """Memory of one distinct trigram while runs are merged and the model is built."""
 
 
+def checked_vocabulary(size: int) -> int:
+    """`size` where three tokens of it make a key. Raises SelectionError."""
+    if size > MOST_TOKENS:
+        raise SelectionError(f"a vocabulary of {size:,} tokens is more than the {MOST_TOKENS:,} of a trigram's key")
+    return size
+
+
 def trigrams(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     """(T,) uint64: for each token the key of (the two tokens before it, itself); a text begins after two tokens `size`,
     which no text holds."""
@@ -37,9 +44,7 @@ class TrigramCounts:
     """
 
     def __init__(self, size: int, most: int = 1 << 26):
-        if size > MOST_TOKENS:
-            raise SelectionError(f"a vocabulary of {size:,} tokens is more than the {MOST_TOKENS:,} of a trigram's key")
-        self.size, self.most = size, most
+        self.size, self.most = checked_vocabulary(size), most
         self.tokens = self.dropped = 0
         self._runs: list[tuple[np.ndarray, np.ndarray]] = []
 

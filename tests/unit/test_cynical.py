@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from selection import CynicalSelector, MooreLewisSelector, Pool, TokenRows
+from selection import CynicalSelector, MooreLewisSelector, Pool, SelectionError, TokenRows
 from selection.methods import cynical
 
 SIZE = 30
@@ -103,3 +103,16 @@ def test_evidence_names_the_tokens_that_the_target_has():
     selector.fit(Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of(target, SIZE)))
     (gains,) = selector.evidence(TokenRows.of([[9, 3, 4, 5, 8]], SIZE))
     assert gains[0] == gains[4] == 0.0 and 0.0 < gains[1] < gains[2] < gains[3]
+
+
+def test_where_little_of_the_pool_holds_what_the_target_holds():
+    pool = [[1] * 9, [2, 3] * 5, [1] * 9, [4, 2, 3] * 3, [2, 2], [1, 2] * 6]
+    sides = Pool(tokens=TokenRows.of(pool, SIZE)), Pool(tokens=TokenRows.of([[2, 3, 2, 3]], SIZE))
+    selector = CynicalSelector(budget=5).fit(*sides)
+    assert selector.diagnostics_["taken"] == 3 and set(selector.select(3).tolist()) == {1, 3, 5}
+    assert selector.select(6).tolist()[3:] == [0, 2, 4], "without a gain by file order, too short behind all"
+    with pytest.raises(SelectionError, match="no target text holds a single token; cynical"):
+        selector.fit(sides[0], Pool(tokens=TokenRows.of([[], []], SIZE)))
+    sides = Pool(tokens=TokenRows.of(pool, 1 << 21)), Pool(tokens=TokenRows.of([[2]], 1 << 21))
+    with pytest.raises(SelectionError, match="more than the 2,097,150 of a trigram's key"):
+        selector.fit(*sides)
