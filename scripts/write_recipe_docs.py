@@ -75,7 +75,7 @@ def rows(cls: type, path: str = "", *, tagged: bool = False) -> list[str]:
         for component in components:
             name = getattr(component, "kind", None) if several else None
             if name is not None:
-                summary = (component.__doc__ or "").strip().split("\n")[0]
+                summary = " ".join((component.__doc__ or "").strip().split("\n\n")[0].split())
                 out.append(f"| `{key}.kind: {name}` | | {summary} |")
             out += rows(component, key, tagged=name is not None)
     return out

@@ -122,13 +122,18 @@ def _component(components: list[type], tree: Tree, path: str, origins: Origins) 
                 f"{kind.where}: unknown kind {_shown(kind)} for {path}{nearest(str(getattr(kind, 'value', '')), kinds)}"
             )
         name = kind.value
-    for key in tree.children if kind is None else ():
+    for key in tree.children:
         having = [other for other, component in kinds.items() if key in map(key_of, _hints(component))]
         if having and name not in having:
-            raise UserError(
-                f"{tree.keys.get(key, tree.where)}: {path} is {name} unless told otherwise, which has no {key!r}; name "
-                f"{path}.kind too ({', '.join(having)})"
-            )
+            where, others = tree.keys.get(key, tree.where), ", ".join(having)
+            if kind is None:
+                raise UserError(
+                    f"{where}: {path} is {name} unless told otherwise, which has no {key!r}; name {path}.kind too "
+                    f"({others})"
+                )
+            known = nearest(key, (key_of(field.name) for field in dataclasses.fields(kinds[name])))
+            owned = f"{path} is {name}, and {key} is a setting of {others}"
+            raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}: {owned}{known}")
     return build(kinds[name], tree, path=path, origins=origins)
 
 

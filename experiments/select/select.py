@@ -334,6 +334,17 @@ def _say_tried(said: dict[str, Any], console: Console) -> None:
             if line["error"] is not None:
                 told += f", {line['difference']:+.4f} ± {2 * line['error']:.4f} beside random, {line['cpu_s']:g} CPU-s"
         console.say(f"  {line['method']:<12} {told}{' *' * (line['method'] == said['chosen'])}")
+    console.say("  ±: two standard errors, paired by text; *: taken, and fitted to all of the target")
+    best = next(line for line in said["table"] if line["method"] == said["chosen"])
+    level = [
+        line["method"]
+        for line in said["table"]
+        if line is not best and line["error"] and best["error"] and line["nats"] - best["nats"] < 2 * best["error"]
+    ]
+    if level:
+        console.say(
+            f"  {' and '.join(level)}: no further behind than that, so the held-out texts hardly tell them apart"
+        )
     if said["chosen"] == "random":
         console.say(
             "warning: no method that was tried beats a random draw on held-out target texts; the selection is random: "

@@ -37,7 +37,8 @@ def test_words_that_spoke_are_the_targets_words(tmp_path: Path, method: str, cap
     told = " ".join(word for one in found["first"] for word in one["words"])
     assert any(word in told for word in CATS) and not any(word in told for word in CARS)
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "spoke for it" in page and "What was chosen" in page
+    assert "spoke for it" in page and "What was chosen" in page and "negative score" not in page
+    assert ("the tokens that added most to its score" in page) == (method != "dsir")
 
 
 def test_flukes_repeats_one_source_and_the_target_itself_are_warned_of(tmp_path: Path, capsys) -> None:
@@ -60,6 +61,7 @@ def test_another_script_than_the_targets_is_warned_of(tmp_path: Path, capsys) ->
     pool = [{"text": text} for text in sentences(CARS, 40, 12)]
     select(tmp_path, pool, sentences(["кот", "лапа", "усы"], 12, 12), "--method", "random")
     assert "most target texts are in cyrillic script, and 0% of the chosen records are" in capsys.readouterr().err
+    assert "spoke for" not in (tmp_path / "out" / "report.html").read_text(encoding="utf-8"), "a draw has no reasons"
 
 
 def test_auto_shows_its_table_and_takes_a_winner(tmp_path: Path, capsys) -> None:
@@ -67,11 +69,14 @@ def test_auto_shows_its_table_and_takes_a_winner(tmp_path: Path, capsys) -> None
     tried = ("--select.method.tried", '["moore-lewis", "gotd"]', "--select.embedder.dim", "4")
     select(tmp_path, pool, sentences(CATS, 24, 12, 2), "--method", "auto", *tried, budget=20)
     told = capsys.readouterr().err
+    assert "±: two standard errors, paired by text; *: taken" in told
     assert "auto: nats per token of 6 held-out target texts" in told and "moore-lewis  " in told and "gotd  " in told
     solver = json.loads((tmp_path / "out" / "manifest.json").read_text())["selection"]
     table = {line["method"]: line for line in solver["table"]}
     assert solver["chosen"] == min(table, key=lambda name: table[name]["nats"]) in ("moore-lewis", "gotd")
     assert table["random"]["difference"] == 0.0 and all(table[n]["difference"] < 0 for n in ("moore-lewis", "gotd"))
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert ("Auto (Cross-entropy difference)" if solver["chosen"] == "moore-lewis" else "Auto (GOT-D)") in page
     rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert all(set(text.split()) <= set(CATS) for text in rows)
 

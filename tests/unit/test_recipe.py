@@ -214,6 +214,12 @@ def test_a_selection_without_a_method_goes_by_whether_an_embedder_is_named(write
 def test_a_setting_of_another_method_than_the_default_names_those_that_have_it(write) -> None:
     with pytest.raises(UserError, match=r"r\.yaml:1: select\.method is cynical .* no 'epsilon'; name .*\(gotd, gotd-c"):
         load_recipe(write("select: {method: {epsilon: 0.1}}"))
+    with pytest.raises(
+        UserError,
+        match=r"1: unknown key 'select\.method\.mixture': select\.method is moore-lewis, and mixture is a setting of "
+        r"cynical, gotd; known: kind, memory_gib, minimum, prior, share",
+    ):
+        load_recipe(write("select: {method: {kind: moore-lewis, mixture: 0.5}}"))
 
 
 def test_a_resolved_recipe_of_a_run_before_the_selector_study_moved_still_reads(tmp_path):

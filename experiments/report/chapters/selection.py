@@ -10,6 +10,10 @@ from experiments.report.charts.selection import domain_mix, histogram, projectio
 from experiments.results.run import Run, Selection
 from selection.config import Method
 
+_BY_TOKENS = ("cynical", "moore-lewis", "classifier")
+_BY_NO_TARGET = ("random", "length", "perplexity")
+_WITH_ZERO = ("gotd", "gotd-contrast")
+"""Methods whose scores change sign where a record stops helping."""
 _DIAGNOSTICS = {
     "method": "method",
     "embedder": "embedder",
@@ -62,6 +66,8 @@ def method_name(selection: Selection) -> str:
     method = selection.about.get("method")
     kind = method.get("kind") if isinstance(method, dict) else method
     titles = {one.kind: one.title for one in get_args(Method)}
+    if kind == "auto" and "chosen" in selection.about:
+        return f"Auto ({titles.get(str(selection.about['chosen']), selection.about['chosen'])})"
     return titles.get(str(kind), "The selector")
 
 
@@ -103,6 +109,8 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     about = {
         k: v for k, v in selection.about.items() if k not in ("seconds", "skipped", "checks", "peak_bytes", "profile")
     }
+    if str(about.get("method")) not in _WITH_ZERO:
+        about.pop("helpful", None)
     order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
     facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
     peaks = selection.about.get("peak_bytes")
@@ -116,7 +124,7 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     if cards:
         known = any(name == "nearest target" for card in cards for name, _ in card.facts)
         near = ", with their nearest targets" if known else ""
-        lead = f"The {len(cards)} records with the smallest scores, as the selector saw them{near}."
+        lead = f"The {len(cards)} records with the smallest scores{near}. {_spoken(selection)}"
         sections.append(Section("First choices", [Cards(cards)], lead))
     if len(selection.top) > len(cards):
         taken = max(len(selection.top), selection.taken if selection.table is not None else 0)
@@ -130,6 +138,18 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     if facts:
         sections.append(Section("Solver and features", [Pairs(facts)], folded=True))
     return sections
+
+
+def _spoken(selection: Selection) -> str:
+    """What is shown of a choice as having spoken for it."""
+    kind = str(selection.about.get("chosen", selection.about.get("method")))
+    if kind in _BY_TOKENS:
+        return "What spoke for one: the tokens that added most to its score, each with the one before it."
+    return (
+        ""
+        if kind in _BY_NO_TARGET
+        else "What spoke for one: its words that the target has and that are rarest in the pool."
+    )
 
 
 def _profile_section(profile: dict[str, Any]) -> Section:
@@ -211,11 +231,13 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
     profile = selection.about.get("profile")
     first = profile.get("first", []) if isinstance(profile, dict) else []
     spoke = {str(one.get("id")): ", ".join(map(str, one.get("words", ()))) for one in first if isinstance(one, dict)}
+    without = str(selection.about.get("chosen", selection.about.get("method"))) in _BY_NO_TARGET
     cards = []
     for position, (record, text, domain, near, told) in enumerate(_records(run, selection)[:9], 1):
         facts = [("score", _score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
         facts.append(("nearest target", f"{near}: {_clip(told, 160)}" if told else near))
-        facts.append(("spoke for it", spoke.get(str(record.get("id", "")), "")))
+        if not without:
+            facts.append(("spoke for it", spoke.get(str(record.get("id", "")), "")))
         cards.append(Card(str(record.get("rank", position)), _clip(text, 360), [(k, v) for k, v in facts if v]))
     return cards
 
