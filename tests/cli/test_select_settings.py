@@ -28,8 +28,11 @@ METHOD = "--select.method"
             ("--method", "gotd", "--epsilon", "inf"),
             "--epsilon: select.method.epsilon must be above 0 and finite, got inf",
         ),
-        (("--memory", "-1"), "--memory: select.method.memory_gib must be at least 0.001, got -1"),
-        (("--memory", "1e-9"), "--memory: select.method.memory_gib must be at least 0.001, got 1e-09"),
+        (("--method", "gotd", "--memory", "-1"), "--memory: select.method.memory_gib must be at least 0.001, got -1"),
+        (
+            ("--method", "gotd", "--memory", "1e-9"),
+            "--memory: select.method.memory_gib must be at least 0.001, got 1e-09",
+        ),
         (
             ("--method", "gotd", f"{METHOD}.tolerance", "0"),
             f"{METHOD}.tolerance: select.method.tolerance must lie between 0 and 2",

@@ -97,7 +97,9 @@ def test_one_message_from_the_cause(tmp_path: Path, scenario: str, code: int, wo
 
 def test_only_rank_0_has_the_terminal(tmp_path: Path) -> None:
     ended = job(tmp_path, "done")
-    assert (ended.code, ended.out, ended.errors) == (0, "rank 0 is done\n", "")
+    assert (ended.code, ended.out) == (0, "rank 0 is done\n")
+    # On a busy machine the launcher says that it is still at work.
+    assert not [line for line in ended.errors.splitlines() if "at work for" not in line]
 
 
 def test_another_recipe_on_a_rank(tmp_path: Path) -> None:
