@@ -65,6 +65,7 @@ lint: $(VENV)/test
 	$(BIN)/mypy --warn-unused-ignores tests/public_types.py
 	$(BIN)/lint-imports
 
+# Tests start hundreds of processes: an environment that forbids bytecode would have each of them compile all modules.
 test: lint
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
 	$(BIN)/python scripts/check_wheel.py

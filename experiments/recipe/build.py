@@ -40,7 +40,7 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
     if not isinstance(tree, Branch):
         raise UserError(f"{tree.where}: {path or 'a recipe'} must be a mapping of settings, got {_shown(tree)}")
     hints = _hints(cls)
-    names = {key_of(f.name): f.name for f in dataclasses.fields(cls)}
+    names = _names(cls)
     values: dict[str, Any] = {}
     for key, child in tree.children.items():
         where = tree.keys.get(key, tree.where)
@@ -61,6 +61,12 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
 def _hints(cls: type) -> dict[str, Any]:
     """Evaluating a class's annotations costs more than all else here, and a sweep builds thousands of recipes."""
     return typing.get_type_hints(cls)
+
+
+@functools.cache
+def _names(cls: type) -> dict[str, str]:
+    """Keys of a class's settings, and the fields they fill."""
+    return {key_of(f.name): f.name for f in dataclasses.fields(cls)}
 
 
 def _join(path: str, key: str) -> str:
@@ -122,17 +128,17 @@ def _component(components: list[type], tree: Tree, path: str, origins: Origins) 
                 f"{kind.where}: unknown kind {_shown(kind)} for {path}{nearest(str(getattr(kind, 'value', '')), kinds)}"
             )
         name = kind.value
-    for key in tree.children:
-        having = [other for other, component in kinds.items() if key in map(key_of, _hints(component))]
-        if having and name not in having:
-            where, others = tree.keys.get(key, tree.where), ", ".join(having)
-            if kind is None:
-                raise UserError(
-                    f"{where}: {path} is {name} unless told otherwise, which has no {key!r}; name {path}.kind too "
-                    f"({others})"
-                )
-            known = nearest(key, (key_of(field.name) for field in dataclasses.fields(kinds[name])))
-            owned = f"{path} is {name}, and {key} is a setting of {others}"
+    for key in (key for key in tree.children if key not in _names(kinds[name])):
+        having = ", ".join(other for other, component in kinds.items() if key in _names(component))
+        where = tree.keys.get(key, tree.where)
+        if having and kind is None:
+            raise UserError(
+                f"{where}: {path} is {name} unless told otherwise, which has no {key!r}; name {path}.kind too "
+                f"({having})"
+            )
+        if having:
+            owned = f"{path} is {name}, and {key} is a setting of {having}"
+            known = nearest(key, _names(kinds[name]))
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}: {owned}{known}")
     return build(kinds[name], tree, path=path, origins=origins)
 

@@ -54,7 +54,7 @@ def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, order: np.n
         names = np.array([name or "(none)" for name in sides.domains[0]], dtype=object)
         found["selection"]["sources"] = _shares(names[chosen].tolist())
         found["pool"]["sources"] = _shares(names[some].tolist())
-    found["first"] = _first(recipe, sides, selector, chosen[:_FIRST], texts)
+    found["spoke"], found["first"] = _first(recipe, sides, selector, chosen[:_FIRST], texts)
     found["warnings"] = _warnings(found, len(target))
     return found
 
@@ -94,9 +94,10 @@ def _shares(names: Sequence[str]) -> dict[str, float]:
 
 def _first(
     recipe: Recipe, sides: Sides, selector: Selector, chosen: np.ndarray, texts: dict[str, Sequence[str]]
-) -> list[dict[str, Any]]:
-    """Ids of the first choices with the words that spoke for each: by the method's own account where it has one, else
-    the words that a choice shares with the target's texts and that are rarer in the pool."""
+) -> tuple[str, list[dict[str, Any]]]:
+    """Ids of the first choices with the words that spoke for each, and what these are. "tokens": by the method's own
+    account; "words": those that a choice shares with the target's texts and that are rarer in the pool; "": the
+    method looks at no words of the target."""
     rows = sides.pool.rows.take(chosen)
     judge = getattr(selector, "inside", getattr(selector, "inside_", selector))
     if hasattr(judge, "evidence") and getattr(judge, "explains", False):
@@ -105,7 +106,9 @@ def _first(
         tokenizer = open_backbone(recipe.backbone).tokenizer
         tokens = sides.tokens[0].take(chosen)
         told = zip(rows.ids, tokens, judge.evidence(tokens), strict=True)
-        return [{"id": id_, "words": _strongest(tokenizer, row, gains)} for id_, row, gains in told]
+        return "tokens", [{"id": id_, "words": _strongest(tokenizer, row, gains)} for id_, row, gains in told]
+    if not judge.by_words:
+        return "", [{"id": id_, "words": []} for id_ in rows.ids]
     aims, pool = (_in_texts(texts[side]) for side in ("target", "pool"))
     out = []
     for id_, text in zip(rows.ids, rows.texts, strict=True):
@@ -113,7 +116,7 @@ def _first(
         gain = {w: float(np.log((aims[w] / len(texts["target"])) / ((pool[w] + 1) / (len(texts["pool"]) + 1))))
                 for w in words if aims[w]}  # fmt: skip
         out.append({"id": id_, "words": sorted(gain, key=lambda w: -gain[w])[:_SPOKE]})
-    return out
+    return "words", out
 
 
 def _strongest(tokenizer: Any, tokens: np.ndarray, gains: Sequence[float]) -> list[str]:

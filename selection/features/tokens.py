@@ -114,6 +114,11 @@ def _narrow(size: int) -> type:
     return found
 
 
+def text_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Sum of each consecutive run of `lengths` values, 0 for an empty run; a run's sum does not see its neighbours."""
+    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=values, minlength=len(lengths))
+
+
 def grams(flat: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys (uint64) of all uni- and bigrams of some texts, and the number (int64) of each one's text.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.features.tokens import text_sums
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, keyed_uniform, need
 from selection.methods.classifier import Classifier
@@ -173,7 +174,7 @@ class AutoSelector(Selector):
         flat, lengths = aims.part(0, len(aims))
         keys = trigrams(flat, lengths, aims.size)
         p = _SHARE * model.probability(keys) + (1.0 - _SHARE) * reference.probability(keys)
-        return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=-np.log(p), minlength=len(lengths))
+        return text_sums(-np.log(p), lengths)
 
 
 def _mean(losses: np.ndarray, aims: TokenRows) -> float:

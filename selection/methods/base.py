@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from selection.errors import SelectionError
 from selection.lazy import np
@@ -66,6 +66,8 @@ class Selector:
     a smaller k its best part, a larger k adds rows behind it.
     """
 
+    by_words: ClassVar[bool] = True
+    """Whether words that a row shares with the target can speak for its choice."""
     scores_: np.ndarray
     nearest_target_: np.ndarray | None
     diagnostics_: dict[str, Any]

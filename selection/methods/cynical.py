@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from selection.errors import SelectionError
+from selection.features.tokens import text_sums
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, checked_budget, finite_number, need
 from selection.validation import Around, check, made
@@ -144,8 +145,7 @@ class CynicalSelector(Selector):
         """(N,) −gain per token of each text at most: the logarithm is concave, so that repeats in a text add less."""
         bounds = np.empty(len(rows))
         for low, flat, lengths in rows.parts():
-            text_of = np.repeat(np.arange(len(lengths)), lengths)
-            gains = np.bincount(text_of, weights=self._by_token(flat, lengths, base), minlength=len(lengths))
+            gains = text_sums(self._by_token(flat, lengths, base), lengths)
             bounds[low : low + len(lengths)] = -gains / self._sizes(lengths)
             if progress:
                 progress("comparing n-grams", low + len(lengths), len(rows))
@@ -154,64 +154,59 @@ class CynicalSelector(Selector):
     def _sizes(self, lengths: np.ndarray) -> np.ndarray:
         return np.maximum(lengths + self.prior, 1.0)
 
-    def _greedy(self, rows: TokenRows, may: np.ndarray, least: tuple[int, float], progress: Progress | None) -> _Taken:
-        """may (N,): which texts may be taken; least: texts and tokens that are to be taken."""
-        weights, base = self._ngrams.weights, self._base
-        held = np.zeros(len(base))
-        known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    def _greedy(self, rows: TokenRows, left: np.ndarray, least: tuple[int, float], progress: Progress | None) -> _Taken:
+        """left (N,): which texts may be taken, changed; least: texts and tokens that are to be taken."""
+        base, held = self._base, np.zeros(len(self._base))
         reached: list[float] = []
         taken: list[int] = []
         size = looks = passes = 0
-
-        def score(row: int) -> float:
-            if row not in known:
-                known.update(self._counted(rows, [row]))
-            ngrams, times = known[row]
-            gain = float(weights[ngrams] @ np.log1p(times / (base[ngrams] + held[ngrams])))
-            return -gain / float(self._sizes(np.asarray(len(rows[row]))))
+        once = min(max(_LOOKS, len(rows) // 32), _MOST_LOOKS)
 
         def enough() -> bool:
             return len(taken) >= least[0] and size >= least[1]
 
-        left = may.copy()
-        once = min(max(_LOOKS, len(rows) // 32), _MOST_LOOKS)
-        while not enough() and left.any():
+        while not enough():
             bound = self._bounds(rows, base + held, progress if not taken else None)
             bound[~left] = np.inf
-            first = np.argsort(bound, kind="stable")
+            # The others hold no n-gram of the target.
+            first = np.argsort(bound, kind="stable")[: np.count_nonzero(bound < 0.0)]
+            if not len(first):
+                break
+            known: dict[int, _Text] = {}
             leading: list[tuple[float, int, int]] = []
             place, passes, before = 0, passes + 1, len(taken)
-            known.clear()
             # Bounds of a while ago let too many texts lead: then one more pass is cheaper.
             while not enough() and (place <= once or len(taken) == before):
                 while place < len(first) and (not leading or bound[first[place]] <= leading[0][0]):
-                    some = first[place : place + _BLOCK]
-                    some = some[bound[some] < 0.0].tolist()
-                    if not some:
-                        place = len(first)
-                        break
-                    known.update(self._counted(rows, some))
+                    some = first[place : place + _BLOCK].tolist()
+                    known.update(self._looked_up(rows, some))
                     for row in some:
-                        heapq.heappush(leading, (score(row), row, len(taken)))
-                    place, looks = place + _BLOCK, looks + len(some)
-                if not leading:  # nothing that is left holds an n-gram of the target
-                    return _Taken(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
+                        heapq.heappush(leading, (self._score(known[row], held), row, len(taken)))
+                    place, looks = place + len(some), looks + len(some)
+                if not leading:
+                    break
                 found, row, when = heapq.heappop(leading)
                 if when < len(taken):
-                    heapq.heappush(leading, (score(row), row, len(taken)))
+                    heapq.heappush(leading, (self._score(known[row], held), row, len(taken)))
                     continue
+                text = known.pop(row)
+                held[text.ngrams] += text.times
+                size += text.length
+                left[row] = False
                 reached.append(found)
                 taken.append(row)
-                left[row] = False
-                size += len(rows[row])
-                ngrams, times = known.pop(row)
-                held[ngrams] += times
                 if progress and len(taken) <= least[0] and (len(taken) % _BLOCK == 0 or len(taken) == least[0]):
                     progress("choosing texts", len(taken), least[0])
         return _Taken(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
 
-    def _counted(self, rows: TokenRows, some: list[int]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-        """Of each of some texts the target's n-grams in it, ascending, and how often."""
+    def _score(self, text: _Text, held: np.ndarray) -> float:
+        """−gain per token of a text beside what is held."""
+        ngrams, times, length = text
+        gain = float(self._ngrams.weights[ngrams] @ np.log1p(times / (self._base[ngrams] + held[ngrams])))
+        return -gain / float(self._sizes(np.asarray(length)))
+
+    def _looked_up(self, rows: TokenRows, some: list[int]) -> dict[int, _Text]:
+        """Some texts, by row."""
         part = rows.take(some)
         flat, lengths = part.part(0, len(part))
         text_of = np.repeat(np.arange(len(lengths)), lengths)
@@ -221,7 +216,18 @@ class CynicalSelector(Selector):
         texts, ngrams = np.divmod(pairs, len(self._ngrams))
         cuts = np.searchsorted(texts, np.arange(1, len(some)))
         parts = (np.split(side.astype(np.int32), cuts) for side in (ngrams, times))
-        return dict(zip(some, zip(*parts, strict=True), strict=True))
+        return dict(zip(some, map(_Text, *parts, lengths.tolist()), strict=True))
+
+
+class _Text(NamedTuple):
+    """What a text of the pool has of the target."""
+
+    ngrams: np.ndarray
+    """(K,) numbers of the target's n-grams in it, ascending."""
+    times: np.ndarray
+    """(K,) how often it has each."""
+    length: int
+    """Tokens."""
 
 
 class _Taken(NamedTuple):
@@ -278,8 +284,8 @@ class _TargetNgrams:
 
 
 class _HashTable:
-    """Numbers of distinct uint64 keys, `start` for the first: for keys in no order some five times as fast as a search
-    in a sorted table."""
+    """Numbers of distinct uint64 keys, `start` for the first. Keys that come in no order are found in one or two steps,
+    where a search of the sorted keys takes one for each halving."""
 
     def __init__(self, keys: np.ndarray, start: int):
         bits = (8 * len(keys)).bit_length()

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.features.tokens import text_sums
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
 from selection.validation import Around, check, made
@@ -239,7 +240,7 @@ class DSIRSelector(Selector):
             raise SelectionError("no target text holds a single word; dsir has nothing to compare with")
         gain = self._log_probability(wanted) - self._log_probability(present)
         again = hasher.batches(pool_texts, remembered)
-        self.log_weights_ = np.concatenate([_sums(gain[found], lengths) for found, lengths in chain(kept, again)])
+        self.log_weights_ = np.concatenate([text_sums(gain[found], lengths) for found, lengths in chain(kept, again)])
         self.scores_ = -self.log_weights_
         if self.resample:
             self.scores_ = self.scores_ + np.log(-np.log(keyed_uniform(pool, self.seed, "dsir gumbel")))
@@ -250,8 +251,3 @@ class DSIRSelector(Selector):
     def _log_probability(self, counts: np.ndarray) -> np.ndarray:
         total = max(counts.sum() + self.smoothing * self.buckets, 1e-300)
         return np.log((counts + self.smoothing) / total + self.floor)
-
-
-def _sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Sum of each consecutive run of `lengths` values, 0 for an empty run; a run's sum does not see its neighbours."""
-    return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=values, minlength=len(lengths))

@@ -40,6 +40,8 @@ class LengthSelector(Selector):
     `lengths_` (N,) int64.
     """
 
+    by_words = False
+
     def __init__(self, *, prefer: str = "target", unit: str = "words", seed: int = 0):
         self.prefer = prefer
         self.unit = unit

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from selection.errors import SelectionError
+from selection.features.tokens import text_sums
 from selection.lazy import np
 from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
 from selection.validation import Around, check, made
@@ -88,10 +89,7 @@ class MooreLewisSelector(Selector):
         self._models = KneserNey.of(aims, most), reference
         gains = np.empty(len(rows))
         for low, flat, lengths in rows.parts():
-            text_of = np.repeat(np.arange(len(lengths)), lengths)
-            gains[low : low + len(lengths)] = np.bincount(
-                text_of, weights=self._gains(flat, lengths, rows.size), minlength=len(lengths)
-            )
+            gains[low : low + len(lengths)] = text_sums(self._gains(flat, lengths, rows.size), lengths)
             if progress:
                 progress("comparing n-grams", low + len(lengths), len(rows))
         lengths = rows.lengths

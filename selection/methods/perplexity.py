@@ -44,6 +44,8 @@ class PerplexitySelector(Selector):
     target is not looked at.
     """
 
+    by_words = False
+
     def __init__(self, *, keep: str = "middle", measure: Measure | None = None):
         self.keep = keep
         self.measure = measure

@@ -24,6 +24,8 @@ class Random:
 class RandomSelector(Selector):
     """Scores are uniform in (0, 1), fixed by seed and id: the same sample draws the same number in any row order."""
 
+    by_words = False
+
     def __init__(self, *, seed: int = 0):
         self.seed = seed
 

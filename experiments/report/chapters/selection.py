@@ -10,8 +10,10 @@ from experiments.report.charts.selection import domain_mix, histogram, projectio
 from experiments.results.run import Run, Selection
 from selection.config import Method
 
-_BY_TOKENS = ("cynical", "moore-lewis", "classifier")
-_BY_NO_TARGET = ("random", "length", "perplexity")
+_SPOKE = {
+    "tokens": " What spoke for one: the tokens that added most to its score, each with the one before it.",
+    "words": " What spoke for one: its words that the target has and that are rarest in the pool.",
+}
 _WITH_ZERO = ("gotd", "gotd-contrast")
 """Methods whose scores change sign where a record stops helping."""
 _DIAGNOSTICS = {
@@ -124,7 +126,8 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     if cards:
         known = any(name == "nearest target" for card in cards for name, _ in card.facts)
         near = ", with their nearest targets" if known else ""
-        lead = f"The {len(cards)} records with the smallest scores{near}. {_spoken(selection)}"
+        spoke = _SPOKE.get(str(profile.get("spoke")), "") if isinstance(profile, dict) else ""
+        lead = f"The {len(cards)} records with the smallest scores{near}.{spoke}"
         sections.append(Section("First choices", [Cards(cards)], lead))
     if len(selection.top) > len(cards):
         taken = max(len(selection.top), selection.taken if selection.table is not None else 0)
@@ -138,18 +141,6 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     if facts:
         sections.append(Section("Solver and features", [Pairs(facts)], folded=True))
     return sections
-
-
-def _spoken(selection: Selection) -> str:
-    """What is shown of a choice as having spoken for it."""
-    kind = str(selection.about.get("chosen", selection.about.get("method")))
-    if kind in _BY_TOKENS:
-        return "What spoke for one: the tokens that added most to its score, each with the one before it."
-    return (
-        ""
-        if kind in _BY_NO_TARGET
-        else "What spoke for one: its words that the target has and that are rarest in the pool."
-    )
 
 
 def _profile_section(profile: dict[str, Any]) -> Section:
@@ -231,13 +222,11 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
     profile = selection.about.get("profile")
     first = profile.get("first", []) if isinstance(profile, dict) else []
     spoke = {str(one.get("id")): ", ".join(map(str, one.get("words", ()))) for one in first if isinstance(one, dict)}
-    without = str(selection.about.get("chosen", selection.about.get("method"))) in _BY_NO_TARGET
     cards = []
     for position, (record, text, domain, near, told) in enumerate(_records(run, selection)[:9], 1):
         facts = [("score", _score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
         facts.append(("nearest target", f"{near}: {_clip(told, 160)}" if told else near))
-        if not without:
-            facts.append(("spoke for it", spoke.get(str(record.get("id", "")), "")))
+        facts.append(("spoke for it", spoke.get(str(record.get("id", "")), "")))
         cards.append(Card(str(record.get("rank", position)), _clip(text, 360), [(k, v) for k, v in facts if v]))
     return cards
 
