@@ -67,7 +67,7 @@ lint: $(VENV)/test
 
 # Tests start hundreds of processes: an environment that forbids bytecode would have each of them compile all modules.
 test: lint
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python scripts/check_wheel.py
 
 # What is installed, in CycloneDX's form, by its own tool.

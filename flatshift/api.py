@@ -351,7 +351,8 @@ def _files(function: str, name: str, value: Any) -> list[str]:
 class Selection:
     """What `select` chose.
 
-    indices: places of the chosen records in the pool, best first; ids, texts: theirs. scores: `{id: score}` of every
+    indices: places of the chosen records in the pool, best first, one that is to be read again more than once; ids,
+    texts: theirs. scores: `{id: score}` of every
     record that was kept, smaller is better. nearest: the id of the target nearest to each chosen record, where the
     method knows one. manifest: what manifest.json holds. path: the directory, if one was made.
     """
@@ -381,7 +382,7 @@ class Selection:
         place = {one: row for row, one in enumerate(table["id"])}
         lines = (directory / "selected.jsonl").read_text(encoding="utf-8").splitlines()
         records = [json.loads(line) for line in lines]
-        ids = [str(record["id"]) for record in records]
+        ids = [str(record.get("repeat_of", record["id"])) for record in records]
         texts = [str(record.get("text", record.get("source", ""))) for record in records]
         nearest = [table["nearest_target"][place[one]] for one in ids]
         return cls(ids, texts, dict(zip(table["id"], table["score"], strict=True)), nearest, manifest, path)

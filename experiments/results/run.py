@@ -367,6 +367,7 @@ def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
 
 
 def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """The first distinct ones."""
     records: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as handle:
         for number, line in enumerate(handle, 1):
@@ -376,7 +377,7 @@ def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}:{number}: not valid JSON; make the selection again") from error
-            if isinstance(record, dict):
+            if isinstance(record, dict) and "repeat_of" not in record:
                 records.append(record)
     return records
 

@@ -40,7 +40,6 @@ def check_choice(
     spec: Select,
     selector: Selector,
     sides: Sides,
-    order: np.ndarray,
     *,
     seed: int,
     console: Console,
@@ -49,7 +48,6 @@ def check_choice(
     """What manifest.json says under `selection.checks`; None where all features coincide, or a check broke down.
 
     Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
-    order (N,): row numbers by rank.
     """
     with standing(console):
         from selection.checks import check_selection, target_coverage
@@ -66,7 +64,7 @@ def check_choice(
             found = check_selection(
                 x,
                 y,
-                order,
+                np.argsort(selector.ranks()),
                 budget=spec.budget,
                 refit=_refit(spec, sides, seed),
                 weights=sides.weights,

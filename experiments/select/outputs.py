@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,29 +23,30 @@ _GROUP = 1 << 16
 """Rows of scores.parquet written at a time."""
 
 
-def write_choice(recipe: Recipe, directory: Path, sides: Sides, selector: Selector, order: np.ndarray) -> None:
-    """scores.parquet and selected.jsonl; map.parquet where there are vectors. order (N,): row numbers by rank."""
+def write_choice(recipe: Recipe, directory: Path, sides: Sides, selector: Selector, chosen: np.ndarray) -> None:
+    """scores.parquet and selected.jsonl; map.parquet where there are vectors. chosen: row numbers, a row that is to be
+    read more than once more often."""
     spec = recipe.select
     assert spec is not None
-    rows, chosen = sides.pool.rows, order[: spec.budget]
+    rows, rank = sides.pool.rows, selector.ranks()
     scores = np.asarray(selector.scores_, dtype=np.float64)
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(1, len(order) + 1)
+    selected = np.zeros(len(rank), dtype=bool)
+    selected[chosen] = True
     nearest = selector.nearest_target_
     table = {
         "id": rows.ids,
         "score": scores,
         "rank": rank,
-        "selected": rank <= spec.budget,
+        "selected": selected,
         "nearest_target": None if nearest is None else _Named([row.id for row in sides.target.rows], nearest),
         "domain": sides.domains[0],
     }
     _write_scores(directory, table)
-    _write_selected(directory, rows.take(chosen), scores[chosen])
+    _write_selected(directory, rows.take(chosen), scores[chosen], rank[chosen])
     if nearest is not None:
         _write_targets(directory, [sides.target.rows[place] for place in dict.fromkeys(nearest[chosen].tolist())])
     if sides.x is not None and sides.y is not None:
-        _write_map(directory, sides.x, sides.y, rank <= spec.budget, recipe.train.seed)
+        _write_map(directory, sides.x, sides.y, selected, recipe.train.seed)
     if spec.pool.files == (_SHIPPED_POOL,):
         _write_judged_domains(directory, set(rows.ids))
 
@@ -80,11 +82,16 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray) -> None:
-    """The chosen records whole, in rank order, plus id, score and rank; colliding input keys move under `source`."""
+def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray, ranks: np.ndarray) -> None:
+    """The chosen records whole, in the order chosen, plus id, score and rank; colliding input keys move under `source`.
+    A record that is to be read again has a line each time, with an id of its own and that of the record as `repeat_of`."""
+    times: Counter[str] = Counter()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
-        for rank, (row, score) in enumerate(zip(rows, scores, strict=True), start=1):
-            added = {"id": row.id, "score": float(score), "rank": rank}
+        for row, score, rank in zip(rows, scores, ranks, strict=True):
+            times[row.id] += 1
+            added = {"id": row.id, "score": float(score), "rank": int(rank)}
+            if times[row.id] > 1:
+                added |= {"id": f"{row.id} ({times[row.id]})", "repeat_of": row.id}
             record = dict(row.record)
             collides = {key for key in added if key in record and record[key] != added[key]}
             if "id" in collides and str(record["id"]) == row.id:  # a number, read as the id that it is

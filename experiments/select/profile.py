@@ -31,11 +31,12 @@ _FEW = 10
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
-def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, order: np.ndarray) -> dict[str, Any]:
-    """What manifest.json says under `selection.profile`; its `warnings` are for the user. order (N,): rows by rank."""
-    spec = recipe.select
-    assert spec is not None
-    rows, chosen = sides.pool.rows, order[: spec.budget]
+def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
+    """What manifest.json says under `selection.profile`; its `warnings` are for the user. chosen: row numbers in
+    the order chosen; one that is there more than once counts once."""
+    assert recipe.select is not None
+    rows = sides.pool.rows
+    chosen = np.array(list(dict.fromkeys(chosen.tolist())))
     draw = numpy_generator(recipe.train.seed, "select", "profile")
     some = np.sort(draw.choice(len(rows), min(_SAMPLE, len(rows)), replace=False))
     target = [row.values["text"] for row in sides.target.rows]

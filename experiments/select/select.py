@@ -129,7 +129,7 @@ def select_into(
     _tokenise(recipe, sides, directory, console)
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     selector = _fitted(recipe, sides, vectors, console, state, fit)
-    order = np.asarray(selector.select(len(sides.pool.rows)))
+    chosen = np.asarray(selector.select(spec.budget))
     if ties := selector.ties(spec.budget):
         console.say(f"warning: {ties:,} records tie at the cut; file order decides which of them are chosen")
     solved = time.monotonic()
@@ -137,19 +137,17 @@ def select_into(
     checks = None
     if sides.x is not None and sides.y is not None and can_check(spec):
         with watched(console) as progress:
-            checks = check_choice(
-                spec, selector, sides, order, seed=recipe.train.seed, console=console, progress=progress
-            )
+            checks = check_choice(spec, selector, sides, seed=recipe.train.seed, console=console, progress=progress)
     profile = None
     if spec.checks:
         with standing(console):
-            profile = profile_choice(recipe, sides, selector, order)
+            profile = profile_choice(recipe, sides, selector, chosen)
             for sentence in profile["warnings"]:
                 console.say(f"warning: {sentence}")
     checked = time.monotonic()
     peak["checks"] = _peak_bytes()
-    write_choice(recipe, directory, sides, selector, order)
-    manifest = _manifest(spec, sides, selector)
+    write_choice(recipe, directory, sides, selector, chosen)
+    manifest = _manifest(spec, sides, selector, chosen)
     manifest["selection"]["seconds"] = {
         "features": round(embedded - started, 3),
         "scores": round(solved - embedded, 3),
@@ -182,7 +180,10 @@ def select_into(
     write_json(directory / "manifest.json", manifest)
     kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
     write_json(directory / DONE, {FILES: sums(directory, kept)})
-    console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
+    again = ""
+    if distinct := manifest["selection"].get("distinct"):
+        again = f" ({distinct:,} records, each up to {manifest['selection']['most_times']} times)"
+    console.say(f"selected {spec.budget:,}{again} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
     return manifest
 
 
@@ -352,9 +353,10 @@ def _say_tried(said: dict[str, Any], console: Console) -> None:
         )
 
 
-def _manifest(spec: Select, sides: Sides, selector: Selector) -> dict[str, Any]:
+def _manifest(spec: Select, sides: Sides, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
     """What was read and what the method says of its solution."""
     solver = plain(selector.diagnostics_)
+    times = np.unique(chosen, return_counts=True)[1]
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -366,6 +368,7 @@ def _manifest(spec: Select, sides: Sides, selector: Selector) -> dict[str, Any]:
             "method": spec.method.kind,
             "embedder": spec.embedder.kind if sides.x is not None else None,
             "budget": spec.budget,
+            **({"distinct": len(times), "most_times": int(times.max())} if len(times) < len(chosen) else {}),
             "pool": len(sides.pool.rows),
             "target": len(sides.target.rows),
             "skipped": {name: side.skipped for name, side in sides.by_name.items() if side is not None},

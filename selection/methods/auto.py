@@ -150,6 +150,16 @@ class AutoSelector(Selector):
         self.diagnostics_ = {"chosen": best, "held_out": len(held), "table": table, "inside": self.inside_.diagnostics_}
         return self
 
+    def select(self, k: int) -> np.ndarray:
+        """As the method that won selects."""
+        self._fitted()
+        return self.inside_.select(k)
+
+    def ties(self, k: int) -> int:
+        """As the method that won has them."""
+        self._fitted()
+        return self.inside_.ties(k)
+
     def _parts(self, target: Target) -> tuple[Target, Target]:
         """The target without what is held out, and that. Raises SelectionError for one that is too small."""
         count = round(self.holdout * len(target))

@@ -63,7 +63,8 @@ class Selector:
     Constructors only store their keyword parameters. `fit` returns self and sets `scores_` (N,) float64, smaller is
     better for every method; `nearest_target_` (N,) int64 or None; `diagnostics_`, a dict for the manifest. A method
     that shapes its selection for one size takes it as the parameter `budget`: `select(budget)` is then that selection,
-    a smaller k its best part, a larger k adds rows behind it.
+    a smaller k its best part, a larger k adds rows behind it. A method with the parameter `repeats` may name a row so
+    often: it is then to be read so often.
     """
 
     by_words: ClassVar[bool] = True

@@ -2,7 +2,8 @@
 
 Moore and Lewis judge every text by itself, so that the first choices repeat one another and what the target has beside
 them is never served. Here a text is judged beside those already chosen: an n-gram that the selection holds often enough
-gains little more. The sum that is maximised is a submodular function of n-gram counts (Kirchhoff and Bilmes 2014), so
+gains little more. Where the pool has nothing else that is as good, the same text is taken again, to be read more than once.
+The sum that is maximised is a submodular function of n-gram counts (Kirchhoff and Bilmes 2014), so
 that a gain only falls as the selection grows, and a text is looked at again only when its last known gain leads.
 """
 
@@ -48,11 +49,15 @@ class Cynical:
     token than a short one. 0: the plain gain per token."""
     minimum: int = 8
     """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
+    repeats: int = 8
+    """How often a text may be taken, where that lowers the cross-entropy more than any text not yet taken; the budget
+    counts each time. 1: no text twice."""
 
     def __post_init__(self) -> None:
         check(self, "mixture", above=0, most=0.99)
         check(self, "prior", least=0)
         check(self, "minimum", least=1)
+        check(self, "repeats", least=1)
 
     def build(self, around: Around) -> CynicalSelector:
         return made(CynicalSelector, self, around)
@@ -66,19 +71,29 @@ class CynicalSelector(Selector):
     w_g: their share among those of the target; p(g) in the pool, one occurrence added; c_S(g): how often the chosen
     texts hold it; κ = (1 − mixture)/mixture · the tokens of `budget` mean texts. So F is the fall of the target's
     cross-entropy (summed over the three orders) from the pool's distribution to the mixture of pool and selection, but
-    for a constant. Greedy by gain per token, exact by lazy evaluation (Minoux 1978; Leskovec et al. 2007, CELF).
-    It ends with `budget` texts, or later where these hold fewer tokens than as many mean texts.
+    for a constant. S is a multiset: a text may be taken up to `repeats` times, and then is to be read so often.
+    Greedy by gain per token, exact by lazy evaluation (Minoux 1978; Leskovec et al. 2007, CELF). It ends with `budget`
+    readings, or later where these hold fewer tokens than as many mean texts.
 
-    Scores are −gain at the time a text was taken, in nats of cross-entropy (mean over the orders) that the whole budget
-    would bring at this rate. Texts that were not taken follow by what they would gain beside the selection (an upper
+    Scores are −gain at the time a text was first taken, in nats of cross-entropy (mean over the orders) that the whole
+    budget would bring at this rate. Texts that were not taken follow by what they would gain beside the selection (an upper
     bound: repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a
     tenth of the pool. Weights are ignored. `evidence` says which tokens speak for a text.
     """
 
-    def __init__(self, *, mixture: float = 0.67, prior: float = 15.0, minimum: int = 8, budget: int | None = None):
+    def __init__(
+        self,
+        *,
+        mixture: float = 0.67,
+        prior: float = 15.0,
+        minimum: int = 8,
+        repeats: int = 8,
+        budget: int | None = None,
+    ):
         self.mixture = mixture
         self.prior = prior
         self.minimum = minimum
+        self.repeats = repeats
         self.budget = budget
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
@@ -86,6 +101,7 @@ class CynicalSelector(Selector):
         finite_number(self.mixture, "mixture", above=0.0, most=0.99)
         finite_number(self.prior, "prior", least=0.0)
         finite_number(self.minimum, "minimum", least=1)
+        finite_number(self.repeats, "repeats", least=1)
         budget = max(1, len(pool) // 10) if self.budget is None else checked_budget(self.budget, len(pool))
         rows, aims = need(pool, target, "tokens", "cynical")
         if not len(aims.flat):
@@ -102,11 +118,12 @@ class CynicalSelector(Selector):
         short = rows.lengths < self.minimum
         held, reached, taken, looks, passes = self._greedy(rows, ~short, (budget, tokens), progress)
         self.scores_ = self._bounds(rows, self._base + held, None)
+        self._readings, distinct = taken, np.unique(taken, return_index=True)
         if len(taken):
             # A gain is never above an earlier one, nor one that is left above the last, but for rounding.
             reached = np.maximum.accumulate(reached)
             np.maximum(self.scores_, np.nextafter(reached[-1], np.inf), out=self.scores_)
-            self.scores_[taken] = reached
+            self.scores_[distinct[0]] = reached[distinct[1]]
         self.scores_ *= max(tokens, 1.0) / len(_ORDERS)
         if not short.all():
             self.scores_ = behind(self.scores_, short, self.scores_)
@@ -119,11 +136,25 @@ class CynicalSelector(Selector):
             "ngrams_held": int((held > 0).sum()),
             "gain_of_selection": fall,
             "taken": len(taken),
+            "distinct_taken": len(distinct[0]),
             "looked_at": looks,
             "passes": passes,
             "short": int(short.sum()),
         }
         return self
+
+    def select(self, k: int) -> np.ndarray:
+        """The first k readings: rows in the order taken, one that was taken again more than once; where `budget` was
+        less than k, the rows that were never taken behind them."""
+        k = checked_budget(k, len(self._fitted()))
+        if k <= len(self._readings):
+            return self._readings[:k].copy()
+        rest = self._order()
+        return np.concatenate([self._readings, rest[self.diagnostics_["distinct_taken"] :]])[:k]
+
+    def ties(self, k: int) -> int:
+        """As of any selector, at the last of the distinct rows of `select(k)`."""
+        return super().ties(len(np.unique(self.select(k))))
 
     @property
     def explains(self) -> bool:
@@ -155,8 +186,9 @@ class CynicalSelector(Selector):
         return np.maximum(lengths + self.prior, 1.0)
 
     def _greedy(self, rows: TokenRows, left: np.ndarray, least: tuple[int, float], progress: Progress | None) -> _Taken:
-        """left (N,): which texts may be taken, changed; least: texts and tokens that are to be taken."""
+        """left (N,): which texts may be taken, changed; least: readings and tokens that are to be taken."""
         base, held = self._base, np.zeros(len(self._base))
+        times: dict[int, int] = {}
         reached: list[float] = []
         taken: list[int] = []
         size = looks = passes = 0
@@ -189,12 +221,17 @@ class CynicalSelector(Selector):
                 if when < len(taken):
                     heapq.heappush(leading, (self._score(known[row], held), row, len(taken)))
                     continue
-                text = known.pop(row)
+                text = known[row]
                 held[text.ngrams] += text.times
                 size += text.length
-                left[row] = False
                 reached.append(found)
                 taken.append(row)
+                times[row] = times.get(row, 0) + 1
+                if times[row] < self.repeats:
+                    heapq.heappush(leading, (self._score(text, held), row, len(taken)))
+                else:
+                    left[row] = False
+                    del known[row]
                 if progress and len(taken) <= least[0] and (len(taken) % _BLOCK == 0 or len(taken) == least[0]):
                     progress("choosing texts", len(taken), least[0])
         return _Taken(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
@@ -238,7 +275,7 @@ class _Taken(NamedTuple):
     scores: np.ndarray
     """−gain per token of each at the time, in the order taken."""
     rows: np.ndarray
-    """In the order taken; of equal gains the earlier row first."""
+    """In the order taken, a row as often as it was; of equal gains the earlier row first."""
     looks: int
     """How many texts were looked at by themselves."""
     passes: int

@@ -234,16 +234,16 @@ def _figures(
             seen.update(_words(stored.texts[row]))
         if len(new):  # two budgets in tokens may end in one passage
             nearest = np.minimum(nearest, _nearest(y, np.asarray(x[place[new]], dtype=np.float32)))
-        chosen = order[:high]
+        chosen = np.unique(order[:high])  # a passage that is read again counts once
         hits = int(wanted[chosen].sum())
         mix = Counter(stored.domains[chosen].tolist())
         found[str(budget)] = {
-            "recall": hits / min(high, there) if there else None,
-            "precision": hits / high,
+            "recall": hits / min(len(chosen), there) if there else None,
+            "precision": hits / len(chosen),
             "distance": float(nearest.mean()),
             "words": sum(count for word, count in words.items() if word in seen) / max(sum(words.values()), 1),
             "length": float(stored.words[chosen].mean()),
-            "domains": {name: count / high for name, count in mix.most_common(5)},
+            "domains": {name: count / len(chosen) for name, count in mix.most_common(5)},
         }
     return found
 

@@ -31,7 +31,8 @@ class Packed:
 
 
 def packed_rows(texts: Sequence[str], tokenizer: Any, *, rows: int, length: int, seed: int) -> Packed:
-    """`rows` rows of `length` tokens: passages in an order drawn by `seed`, in a new order when all were used.
+    """`rows` rows of `length` tokens: passages in an order drawn by `seed`, in a new order when all were used. A text
+    that is there twice is one passage, read twice.
 
     A passage is `prefix text eos`. Raises UserError if no text holds a token.
     """
@@ -39,16 +40,17 @@ def packed_rows(texts: Sequence[str], tokenizer: Any, *, rows: int, length: int,
     after = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     needed = rows * length
     flat: list[int] = []
-    distinct = used = 0
-    epoch = -1
+    distinct, epoch = 0, -1
+    seen: set[str] = set()
     while len(flat) < needed:
         epoch += 1
         order = numpy_generator(seed, "stream", epoch).permutation(len(texts)).tolist()
-        for ids in _encoded(texts, order, tokenizer):
+        for row, ids in zip(order, _encoded(texts, order, tokenizer), strict=False):
+            before = len(flat)
             flat += [*specials.prefix, *ids, *after]
-            if epoch == 0:
-                used += 1
-                distinct = min(len(flat), needed)
+            if texts[row] not in seen:
+                seen.add(texts[row])
+                distinct += min(len(flat), needed) - before
             if len(flat) >= needed:
                 break
         if not flat:
@@ -57,7 +59,7 @@ def packed_rows(texts: Sequence[str], tokenizer: Any, *, rows: int, length: int,
     for row in range(rows):
         ids = flat[row * length : (row + 1) * length]
         examples.append(Example(ids, list(ids), str(row), f"row {row}"))
-    return Packed(examples, used, distinct, needed / distinct)
+    return Packed(examples, len(seen), distinct, needed / distinct)
 
 
 def _encoded(texts: Sequence[str], order: list[int], tokenizer: Any) -> Iterator[list[int]]:

@@ -20,6 +20,8 @@ _DIAGNOSTICS = {
     "method": "method",
     "embedder": "embedder",
     "budget": "budget",
+    "distinct": "records to be read",
+    "most_times": "most times that one is read",
     "pool": "pool records",
     "target": "target records",
     "helpful": "records with a negative score",
@@ -60,6 +62,10 @@ def selection_finding(selection: Selection) -> str:
         if name is not None and shares[name][1] > shares[name][0]:
             before, after = map(formats.percent, shares[name])
             sentence += f"; “{name}” grows from {before} of the pool to {after} of the selection"
+    if most := selection.about.get("most_times"):
+        sentence += (
+            f". The budget of {selection.about['budget']:,} counts readings: a record is read up to {most} times"
+        )
     return sentence + "."
 
 
