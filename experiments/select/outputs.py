@@ -84,7 +84,7 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
 
 def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray, ranks: np.ndarray) -> None:
     """The chosen records whole, in the order chosen, plus id, score and rank; colliding input keys move under `source`.
-    A record that is to be read again has a line each time, with an id of its own and that of the record as `repeat_of`."""
+    A record that is to be read again has a line each time, with an id of its own and the record's as `repeat_of`."""
     times: Counter[str] = Counter()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
         for row, score, rank in zip(rows, scores, ranks, strict=True):

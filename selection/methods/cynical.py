@@ -2,9 +2,10 @@
 
 Moore and Lewis judge every text by itself, so that the first choices repeat one another and what the target has beside
 them is never served. Here a text is judged beside those already chosen: an n-gram that the selection holds often enough
-gains little more. Where the pool has nothing else that is as good, the same text is taken again, to be read more than once.
-The sum that is maximised is a submodular function of n-gram counts (Kirchhoff and Bilmes 2014), so
-that a gain only falls as the selection grows, and a text is looked at again only when its last known gain leads.
+gains little more. Where no other text gains as much, the same one is taken again, to be read more than once: for some
+readings that costs a language model little (Muennighoff et al. 2023, arXiv 2305.16264). The sum that is maximised is a
+submodular function of n-gram counts (Kirchhoff and Bilmes 2014), so that a gain only falls as the selection grows, and
+a text is looked at again only when its last known gain leads.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ class CynicalSelector(Selector):
     readings, or later where these hold fewer tokens than as many mean texts.
 
     Scores are −gain at the time a text was first taken, in nats of cross-entropy (mean over the orders) that the whole
-    budget would bring at this rate. Texts that were not taken follow by what they would gain beside the selection (an upper
-    bound: repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a
-    tenth of the pool. Weights are ignored. `evidence` says which tokens speak for a text.
+    budget would bring at this rate. Texts that were not taken follow by what they would gain beside the selection (an
+    upper bound: repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget
+    None: a tenth of the pool. Weights are ignored. `evidence` says which tokens speak for a text.
     """
 
     def __init__(

@@ -453,7 +453,8 @@ def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path:
 @pytest.mark.slow
 def test_budgets_in_tokens_are_read_through_and_plain_form_is_an_endpoint_of_its_own(tmp_path: Path) -> None:
     recipe = make_study(tmp_path)
-    text = recipe.read_text().replace("budgets: [10, 30]", "unit: tokens\n  form: true\n  budgets: [96, 120]")
+    unit = "unit: tokens\n  form: true\n  forgetting: true\n  budgets: [48, 96]"
+    text = recipe.read_text().replace("budgets: [10, 30]", unit)
     text = text.replace("primary_budget: 30", "primary_budget: 96").replace("[30]", "[96]")
     text = text.replace("gotd: {set: {select.method.kind: gotd}", "gotd: {set: {select.method.kind: moore-lewis}")
     recipe.write_text(text)
@@ -461,9 +462,11 @@ def test_budgets_in_tokens_are_read_through_and_plain_form_is_an_endpoint_of_its
     document = study_quality(str(recipe), tmp_path / "o", data=tmp_path, jobs=1, quiet=True, selectors=names)
     assert document["unit"] == "tokens" and not document["failed"]
     for cell in cells(tmp_path / "o", "final"):
-        if cell["budget"] == 96:  # as many tokens as 2 x 2 rows of 24 hold: no passage twice, hardly one left out
-            assert cell["text"]["epochs"] == 1.0
-        assert cell["metrics"]["form_nats"] != cell["metrics"]["nats"]
+        # One or two steps of 2 rows of 24 tokens: no passage twice, hardly one left out.
+        assert cell["text"]["epochs"] == 1.0 and cell["text"]["tokens"] == cell["budget"]
+        assert len({cell["metrics"][name] for name in ("nats", "form_nats", "pool_nats")}) == 3
+    assert {cell["budget"] for cell in cells(tmp_path / "o", "final")} == {48, 96}
     for arm in ("gotd", "matched"):
-        assert document["arms"][arm]["form_nats"]["n"] == 2
-    assert "in plain form" in (tmp_path / "o" / "report.html").read_text(encoding="utf-8")
+        assert document["arms"][arm]["form_nats"]["n"] == document["arms"][arm]["pool_nats"]["n"] == 2
+    page = (tmp_path / "o" / "report.html").read_text(encoding="utf-8")
+    assert "in plain form" in page and "Forgetting:" in page and "reads 2 rows of 24 tokens" in page

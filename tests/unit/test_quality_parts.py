@@ -97,6 +97,8 @@ def test_rows_of_a_warm_up_are_the_passages_end_to_end_and_equally_many_for_all(
     assert many.passages == 6 and many.tokens == total and many.epochs == pytest.approx(60 * 16 / total)
     few = packed_rows(texts, tokenizer, rows=1, length=16, seed=3)
     assert few.passages < 6 and few.tokens == 16 and few.epochs == 1.0
+    twice = packed_rows([*texts, texts[2]], tokenizer, rows=60, length=16, seed=3)
+    assert twice.passages == 6 and twice.tokens == total, "a text that is there twice is one, read again"
     empty = byte_tokenizer(bos=False)
     empty.eos_token = None
     with pytest.raises(UserError, match="hold no token"):

@@ -66,7 +66,8 @@ def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
 
 def metrics(plan: Plan) -> tuple[str, ...]:
     """Endpoints of a study."""
-    return ("nats", "accuracy", *(("form_nats",) if plan.study.form else ()))
+    study = plan.study
+    return ("nats", "accuracy", *(("form_nats",) * study.form), *(("pool_nats",) * study.forgetting))
 
 
 def primary_budget(plan: Plan) -> int | None:

@@ -133,6 +133,8 @@ class TrainingCell:
     judged_length: int
     form: bool = False
     """Whether it is judged in one plain form, too."""
+    forgetting: bool = False
+    """Whether it is judged on passages of the pool, too."""
 
     @property
     def judged(self) -> Literal["validation", "test"]:

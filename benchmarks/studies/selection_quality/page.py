@@ -151,6 +151,11 @@ def _primary(document: Document) -> list[Block]:
     ]
     if plain:
         blocks.append(_table(_tests(plain, 1.0, "nats"), "contrast", "In plain form.", "nats"))
+    forgotten = [(n, arm["pool_nats"], arm["note"]) for n, arm in document["arms"].items() if arm.get("pool_nats")]
+    if forgotten:
+        forgotten.sort(key=lambda row: row[1]["value"])
+        caption = f"Forgetting: nats per token of passages of the pool minus {base}'s; lower is better."
+        blocks.append(_table(_tests(forgotten, 1.0, "nats"), "arm", caption, "nats"))
     return blocks
 
 

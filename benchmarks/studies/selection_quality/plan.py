@@ -180,20 +180,23 @@ class Plan:
         if fine_tune_lr is not None:
             changes["optimizer.lr"] = fine_tune_lr
         recipe = self.resolve(arm, target, changes)
+        if budget is not None and study.unit == "tokens" and recipe.warmup is not None:
+            step = recipe.warmup.batch_size * recipe.warmup.accumulate * study.packed
+            recipe = self.resolve(arm, target, changes | {"warmup.steps": max(1, round(budget / step))})
         selection = self.selection(arm, target, seed, embedder=embedder) if budget is not None else None
         source = study.arms[arm].source if arm else "none"
-        form = study.form and kind == "final"
+        form, forgetting = (wanted and kind == "final" for wanted in (study.form, study.forgetting))
         key = recipe_key(
             dataclasses.replace(recipe, select=None, warmup=recipe.warmup if source != "none" else None),
             [
                 kind, source, budget, selection.key if selection else None, rows.identity,
                 self.pool.key if source == "pool" else None, study.packed, study.judged_length, fine_tune_lr is None,
-                *(["in plain form, too"] if form else []),
+                *(["in plain form, too"] if form else []), *(["on the pool, too", self.pool.key] if forgetting else []),
             ],
         )  # fmt: skip
         return TrainingCell(
             key, kind, arm, source, target, budget, seed, lr, fine_tune_lr, embedder, recipe,
-            selection.key if selection else None, self.pool, rows, study.packed, study.judged_length, form,
+            selection.key if selection else None, self.pool, rows, study.packed, study.judged_length, form, forgetting,
         )  # fmt: skip
 
     def resolve(self, arm: str, target: str, changes: Mapping[str, Any] | None = None) -> Recipe:

@@ -26,7 +26,12 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         "Recall, coverage, other budgets and per-target figures are secondary; their p-values are not corrected.",
         f"Every warm-up{other} takes {warmup.steps} steps of {rows} rows of {study.packed} tokens ({supervised:,} "
         "supervised tokens), whatever the budget: passages of the selection in a seeded order, end to end; a larger "
-        "budget is a wider choice to draw them from, not a longer training.",
+        "budget is a wider choice to draw them from, not a longer training."
+        if study.unit == "passages"
+        else f"Every step of a warm-up{other} reads {rows} rows of {study.packed} tokens, passages of the selection in "
+        "a seeded order, end to end. Budgets count tokens of the backbone: a selection is the best passages that hold "
+        "so many, and its warm-up takes as many steps as read it through once, whatever the length of its passages. A "
+        "passage that cynical takes again is read again, and counts each time.",
         f"Every arm gets {len(study.lr)} learning rates and {study.rounds} further "
         f"trial{'s' if study.rounds != 1 else ''} on every target, at the budget {study.primary_budget:,}, judged by "
         f"nats on validation texts under the seed {study.tuning_seed}, which no final run uses; the rate serves all "
@@ -51,11 +56,6 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         "training, validation or test text.",
         "A diverged run has no figure: its seed is left out for both sides, and it is listed.",
     ]
-    if study.unit == "tokens":
-        sentences.append(
-            "Budgets count tokens of the backbone: a selection is the best passages that hold so many, and a warm-up "
-            "of as many tokens reads it through once, whatever the length of its passages."
-        )
     if forms := [name for name, arm in study.arms.items() if arm.source == "form"]:
         sentences.append(
             f"By form alone ({', '.join(forms)}): moore-lewis on case, digits, marks and spacing, without any word. "
@@ -65,6 +65,11 @@ def protocol(plan: Plan, budget: int | None) -> list[str]:
         sentences.append(
             "Nats in plain form come from a second warm-up at the same rate and seed: chosen passages and judged texts "
             "alike in lower case, one space between words and runs of marks, so that case and spacing win nothing."
+        )
+    if study.forgetting:
+        sentences.append(
+            "Forgetting: nats per token of the same passages of the pool after every warm-up, some of which a "
+            "selection may have read."
         )
     if any(plan.missing.values()):
         sentences.insert(0, _exploratory(plan, budget))

@@ -103,11 +103,13 @@ class Quality:
     primary_budget: int = 5000
     """The budget of the primary endpoint and of all trials."""
     unit: Literal["passages", "tokens"] = "passages"
-    """What budgets count. `tokens` of the backbone: the best passages that hold so many, which a warm-up of as many
-    tokens reads through once."""
+    """What budgets count. `tokens` of the backbone: the best passages that hold so many, and the warm-up takes as many
+    steps as read them through once."""
     form: bool = False
     """Whether final runs have a second endpoint, nats of texts in one plain form: the chosen passages and the judged
     texts alike in lower case with one space between words and marks, so that only words can tell selectors apart."""
+    forgetting: bool = False
+    """Whether final runs have nats of passages of the pool as a further endpoint: what the warm-up costs elsewhere."""
     packed: int = 256
     """Tokens of a warm-up row: passages end to end, cut to this length, so that every arm has as many tokens."""
     judged_length: int = 128

@@ -21,8 +21,8 @@ from benchmarks.studies.selection_quality.pool import open_pool
 from benchmarks.studies.selection_quality.stream import Packed, packed_rows
 from experiments.recipe.key import settings_tree, short_hash
 from finetune.data.encoding import encode
-from finetune.data.rows import limit_rows
-from finetune.seeds import derive
+from finetune.data.rows import Row, limit_rows
+from finetune.seeds import derive, numpy_generator
 from finetune.tasks import LanguageModel
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LANGUAGE = LanguageModel(pack=False)
 _PARTS = re.compile(r"\w+|[^\w\s]+")
+_ELSEWHERE = 300
+"""Passages of the pool that tell what a warm-up costs elsewhere."""
 _KEPT = 12
 """Warm-ups that a worker remembers: those of a random draw and of the whole pool serve every target."""
 
@@ -75,6 +77,10 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
         metrics |= {"nats": figures["loss"], "perplexity": math.exp(figures["loss"])}
         items["nats"] = round(math.fsum(parts[0]), 3), sum(parts[1])
         lap("perplexity")
+    if cell.forgetting:
+        texts = encode(_elsewhere(root, cell), task=_LANGUAGE, tokenizer=tokenizer, max_length=cell.judged_length)
+        metrics["pool_nats"] = judge_examples(recipe, engine, tokenizer, texts.examples, _LANGUAGE)[0]["loss"]
+        lap("forgetting")
     if cell.form:
         plain = fresh_engine(recipe, _LANGUAGE, None)
         _warmed(root, cell, plain, tokenizer, form=True)
@@ -110,6 +116,13 @@ def run_training(root: Path, cell: TrainingCell) -> dict[str, Any]:
         lap("accuracy")
     about = {"passages": warm.passages, "tokens": warm.tokens, "epochs": round(warm.epochs, 3)} if warm else {}
     return {"metrics": metrics, "items": items, "text": about, "seconds": seconds, "remembered": remembered}
+
+
+def _elsewhere(root: Path, cell: TrainingCell) -> list[Row]:
+    """Passages of the pool, the same for every cell."""
+    stored = open_pool(root, cell.pool.key)
+    order = numpy_generator(0, "quality", "forgetting").permutation(len(stored))[:_ELSEWHERE]
+    return [Row({"text": stored.texts[i]}, stored.ids[i], f"passage {i}") for i in np.sort(order).tolist()]
 
 
 def plain_form(text: str) -> str:
