@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.selection_quality import STUDIES
 from benchmarks.studies.selection_quality.choosing import selection_file
 from benchmarks.studies.selection_quality.plan import RECIPE, Plan
 from benchmarks.studies.selection_quality.pool import open_pool, pool_file
 from benchmarks.studies.selection_quality.settings import StudyRecipe
 from benchmarks.studies.selection_quality.study import study_quality
-from experiments.recipe import from_override, load_recipe, recipe_key
+from experiments.recipe import from_override, load_recipe
 from experiments.recipe.auto import settled
 from finetune.errors import UserError
 from tests.quality_study import make_study
@@ -372,26 +373,21 @@ def test_a_budget_above_the_pool_fails_that_selection_with_its_reason(made, tmp_
 # --------------------------------------------------------------------------------------------- what ships
 
 
-def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
-    found = load_recipe(str(RECIPE), of=StudyRecipe).recipe.quality
-    assert found is not None and found.seeds >= 5 and len(found.targets) >= 5
-    assert {1000, 5000} <= set(found.budgets)
-    assert sum(20_000 in found.budgets_of(target) for target in found.targets) == 2
-    assert {"gotd", "dsir", "knn", "tsds", "random"} <= {n for n, a in found.arms.items() if a.source == "selector"}
-    assert {a.source for a in found.arms.values()} == {"selector", "matched", "pool", "target", "none"}
-    assert len({domains for target in found.targets.values() for domains in target.domains}) >= 5
+@pytest.mark.parametrize("study", STUDIES)
+def test_a_shipped_study_resolves_in_every_setting(study: str, tmp_path: Path) -> None:
+    file = RECIPE.with_name(f"selection-{study}.yaml")
+    found = load_recipe(str(file), of=StudyRecipe).recipe.quality
+    assert found is not None and found.seeds >= 4 and found.unit == "tokens" and found.focus == "cynical"
+    assert {"random", "dsir", "cynical"} <= {n for n, a in found.arms.items() if a.source == "selector"}
     for name in (found.pool, *(target.file for target in found.targets.values())):
-        file = tmp_path / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_bytes(lzma.compress(name.encode()))
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(lzma.compress(name.encode()))
     (tmp_path / found.tags).write_bytes(lzma.compress(b""))
-    plan = Plan(str(RECIPE), [from_override("train.precision", "bf16")], data=tmp_path)
-    assert (
-        recipe_key(plan.resolve("", ""), []) == "9f75fb60ac776da1"
-    )  # as it was when the study shipped with the product
-    assert len({plan.selection(a, t, 0).key for a in plan.arms_with_budget() for t in found.targets}) == len(
-        plan.arms_with_budget()
-    ) * len(found.targets)
+    plan = Plan(str(file), [], data=tmp_path)
+    steps = {plan.final("dsir", "trec", b, 0, lr=0.01, fine_tune_lr=0.01).recipe.warmup.steps for b in found.budgets}
+    assert steps == {budget // 1024 for budget in found.budgets}, "as many tokens as were chosen"
+    keys = {plan.selection(a, t, 0).key for a in plan.arms_with_budget() for t in found.targets}
+    assert len(keys) == len(plan.arms_with_budget()) * len(found.targets)
 
 
 def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
@@ -404,22 +400,31 @@ def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
 
 def test_results_and_guide_come_from_the_document_alone(made) -> None:
     from benchmarks._harness import Benchmark
-    from benchmarks.selection_quality import BEGIN, END, KEPT, PAGE, guide, rows
+    from benchmarks.selection_quality import PAGE, guide, kept, marks, rows
 
     document = json.loads(json.dumps(made[2]))
     bench = Benchmark("selection_quality")
-    rows(bench, document)
+    rows(bench, document, bars={"matched": 9.0})
     row = next(row for row in bench.rows if row["what"].startswith("nats/token, gotd"))
     assert row["ours"] - row["peer"] == pytest.approx(document["arms"]["gotd"]["nats"]["value"])
-    text = guide(document)
-    assert "| `gotd` |" in text and "| `backbone` |" in text and all(s in text for s in document["answers"])
+    judged = {row["what"]: row for row in bench.rows if row["bar"]}
+    assert set(judged) == {
+        f"perplexity after gotd beside matched, mean of {len(document['targets'])} targets",
+        "the worst target beside either of matched",
+    }
+    found = document["against"]["matched"]["nats"]
+    assert next(iter(judged.values()))["ours"] == pytest.approx(math.expm1(found["value"]))
+    text = guide(document, "quality")
+    assert "| `gotd` |" in text and "| `matched` |" in text and all(s in text for s in document["answers"])
     assert "cells failed" not in text and "| 95 % with test rows |" in text
-    assert "- 1 of " in guide({**document, "failed": [{}]}) and all(s in text for s in document["protocol"])
+    assert "- 1 of " in guide({**document, "failed": [{}]}, "quality") and all(s in text for s in document["protocol"])
     page = PAGE.read_text(encoding="utf-8")
-    assert page.count(BEGIN) == page.count(END) == 1
-    if (KEPT / "quality.json").is_file():
-        kept = json.loads((KEPT / "quality.json").read_text(encoding="utf-8"))
-        assert guide(kept) in page, "run: python -m benchmarks.selection_quality --data DIR"
+    for study in STUDIES:
+        begin, end = marks(study)
+        assert page.count(begin) == page.count(end) == 1
+        if (kept(study) / "quality.json").is_file():
+            written = json.loads((kept(study) / "quality.json").read_text(encoding="utf-8"))
+            assert guide(written, study) in page, f"run: python -m benchmarks.selection_quality --study {study}"
 
 
 def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path: Path, capsys) -> None:
@@ -429,22 +434,26 @@ def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path:
     from finetune.errors import Interrupted
 
     page = tmp_path / "selection.md"
-    page.write_text(f"before {benchmark.BEGIN}\nkept\n{benchmark.END} after", encoding="utf-8")
+    page.write_text("before {}\nkept\n{} after".format(*benchmark.marks("quality")), encoding="utf-8")
     monkeypatch.setattr(benchmark, "PAGE", page)
-    monkeypatch.setattr(benchmark, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(benchmark, "kept", lambda study: tmp_path / "kept")
     monkeypatch.setattr(benchmark.Benchmark, "finish", lambda self: pytest.fail("rows of a part were written"))
     out = str(tmp_path / "out")
     monkeypatch.setattr(sys, "argv", ["x", "--data", "DIR", "--out", out, "--selectors", "gotd"])
     monkeypatch.setattr(benchmark, "study_quality", lambda *a, **k: {**made[2], "missing": {"arms": ["all"]}})
     benchmark.main()
-    assert "until `python -m benchmarks.selection_quality --data DIR` has run every cell" in capsys.readouterr().out
+    assert (
+        "until `python -m benchmarks.selection_quality --study quality --data DIR` has run every cell"
+        in capsys.readouterr().out
+    )
 
     def stopped(*a, **k):
         raise Interrupted("finished cells are kept")
 
     monkeypatch.setattr(benchmark, "study_quality", stopped)
     with pytest.raises(
-        SystemExit, match=r"stopped: selection\.md .* `python -m benchmarks\.selection_quality --data DIR`"
+        SystemExit,
+        match=r"stopped: selection\.md .* `python -m benchmarks\.selection_quality --study quality --data DIR`",
     ):
         benchmark.main()
     assert "kept" in page.read_text(encoding="utf-8") and not (tmp_path / "kept" / "quality.json").exists()

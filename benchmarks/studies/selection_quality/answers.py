@@ -131,7 +131,7 @@ def _recall(document: Document) -> str:
         return ""
     ranked = sorted(means.items(), key=lambda item: -item[1])
     told = ", ".join(f"{name} {formats.percent(value)}" for name, value in ranked)
-    return f"Hidden-domain recall at {int(budget):,} passages, mean over targets: {told}."
+    return f"Hidden-domain recall at {int(budget):,} {document['unit']}, mean over targets: {told}."
 
 
 def _losses(document: Document) -> str:
