@@ -193,7 +193,7 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> Sides:
     assert spec is not None
     seed = recipe.train.seed
     target_files = spec.target.files or recipe.data.train.all_files
-    pool = read_pool(spec, seed, directory, console)
+    # The small sides first: what is wrong with them is said before the pool is read.
     target, judged = read_target(recipe, console)
     seen = target_record(recipe, target.skipped)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
@@ -201,6 +201,7 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> Sides:
     if without:
         target = without_blank(target, target_files, "target")
         negative = None if negative is None else without_blank(negative, spec.negative.files, "negative")
+    pool = read_pool(spec, seed, directory, console)
     kept, hygiene = clean_rows(recipe, pool.rows, target.rows, judged, directory, console)
     pool = replace(pool, rows=chunked(recipe, kept, console))
     pieces = len(pool.rows)

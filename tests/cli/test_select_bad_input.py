@@ -73,6 +73,12 @@ def test_an_empty_side(given: Path, capsys, side: str, content: bytes) -> None:
     assert f"no {side} rows" in refused(given, capsys) and "is empty" in refused(given, capsys)
 
 
+def test_a_target_that_is_wrong_is_told_before_the_pool_is_read(given: Path, capsys) -> None:
+    (given / "pool.jsonl").write_bytes(b"not read\n")
+    (given / "target.jsonl").write_bytes(b"")
+    assert "no target rows" in refused(given, capsys)
+
+
 def test_every_row_skipped_is_an_empty_side(given: Path, capsys) -> None:
     (given / "pool.jsonl").write_bytes(b"{}\nnull\n")
     told = refused(given, capsys, "--bad-rows", "skip")
