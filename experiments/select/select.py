@@ -373,7 +373,7 @@ def _manifest(spec: Select, sides: Sides, selector: Selector, chosen: np.ndarray
             "pool": len(sides.pool.rows),
             "target": len(sides.target.rows),
             "skipped": {name: side.skipped for name, side in sides.by_name.items() if side is not None},
-            "helpful": solver.get("helpful", int((np.asarray(selector.scores_, dtype=np.float64) < 0).sum())),
+            **({"helpful": solver.get("helpful", int((selector.scores_ < 0).sum()))} if selector.signed else {}),
         },
     }
 

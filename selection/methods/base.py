@@ -69,6 +69,8 @@ class Selector:
 
     by_words: ClassVar[bool] = True
     """Whether words that a row shares with the target can speak for its choice."""
+    signed: ClassVar[bool] = False
+    """Whether rows of negative score help and others do not; else scores have no zero that says anything."""
     scores_: np.ndarray
     nearest_target_: np.ndarray | None
     diagnostics_: dict[str, Any]

@@ -56,6 +56,8 @@ class GotDContrastSelector(Selector):
     s(negative). The other parameters are those of `GotDSelector`.
     """
 
+    signed = True
+
     def __init__(
         self,
         *,

@@ -90,6 +90,8 @@ class GotDSelector(Selector):
     divergence OT_ε(pool, target) − ½OT_ε(pool, pool) − ½OT_ε(target, target). self_sample: rows that stand for it.
     """
 
+    signed = True
+
     def __init__(
         self,
         *,

@@ -80,7 +80,7 @@ def test_every_method_writes_the_contract(base: list[str], tmp_path: Path, more:
     columns, manifest = result(tmp_path)
     about = manifest["selection"]
     check(columns, about.get("distinct", 12))
-    assert about["method"] == more[1]
+    assert about["method"] == more[1] and ("helpful" in about) == (more[1] == "gotd"), "other scores have no zero"
     if more[1] in ("gotd", "tsds", "dsir", "cynical", "moore-lewis", "classifier"):
         chosen = [domain for domain, taken in zip(columns["domain"], columns["selected"], strict=True) if taken]
         assert chosen.count("a") >= len(chosen) - 1, "the target is about what domain a is about"

@@ -14,8 +14,6 @@ _SPOKE = {
     "tokens": " What spoke for one: the tokens that added most to its score, each with the one before it.",
     "words": " What spoke for one: its words that the target has and that are rarest in the pool.",
 }
-_WITH_ZERO = ("gotd", "gotd-contrast")
-"""Methods whose scores change sign where a record stops helping."""
 _DIAGNOSTICS = {
     "method": "method",
     "embedder": "embedder",
@@ -117,8 +115,6 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     about = {
         k: v for k, v in selection.about.items() if k not in ("seconds", "skipped", "checks", "peak_bytes", "profile")
     }
-    if str(about.get("method")) not in _WITH_ZERO:
-        about.pop("helpful", None)
     order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
     facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
     peaks = selection.about.get("peak_bytes")
