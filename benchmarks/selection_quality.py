@@ -114,8 +114,11 @@ def rows(bench: Benchmark, document: dict[str, Any], *, bars: dict[str, float]) 
                 bench.row(what, unit=unit, reason="no budget, or no seed, that both have")
                 continue
             peer = mean_level(document, base, metric)
-            levels = {"ours": found["value"]} if peer is None else {"ours": peer + found["value"], "peer": peer}
-            row = bench.row(what, **levels, peer_name=base, unit=unit)
+            row = (
+                bench.row(f"{what}, minus {base}", ours=found["value"], unit=unit)
+                if peer is None
+                else bench.row(what, ours=peer + found["value"], peer=peer, peer_name=base, unit=unit)
+            )
             names = ("low", "high", "n", "p", "p_holm", "detectable")
             row["difference"] = {"mean": found["value"], "confidence": 0.95, **{key: found[key] for key in names}}
             if found.get("bootstrap"):
