@@ -260,7 +260,7 @@ def _beside(document: dict[str, Any]) -> list[str]:
         else:
             mean = math.fsum(found["value"] for found in by_target.values()) / len(by_target)
             cells += [_percent({"value": mean}), "–"]
-        cells += [_percent(pair["form_nats"] if whole else None, interval=True)] * form
+        cells += [_percent(pair.get("form_nats") if whole else None, interval=True)] * form
         lines.append([*cells, *(_percent(by_target.get(target)) for target in targets)])
     return table([*head, *(["in plain form"] * form), *targets], lines)
 

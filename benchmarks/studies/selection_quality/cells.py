@@ -97,6 +97,8 @@ class SelectionCell:
     """What budgets count."""
     form: bool = False
     """Whether form alone is looked at."""
+    times: int = 1
+    """How often a budget in tokens reads the choice."""
 
     kind: Literal["selection"] = "selection"
 

@@ -157,7 +157,7 @@ def _selected(
         pool, target = replace(pool, tokens=tokens), replace(target, tokens=TokenRows.of(tokenize(texts), size))
         lengths = tokens.lengths + 1  # a passage ends with a token of its own
         if cell.unit == "tokens":
-            budget = min(len(rows), int(budget / lengths.mean()) + 1)
+            budget = min(len(rows), int(budget / cell.times / lengths.mean()) + 1)
     if cell.form:
         pool, target = replace(pool, tokens=shapes(pool.texts or ())), replace(target, tokens=shapes(texts))
     selector = build_selector(method, seed=derive(cell.seed, "select"), budget=budget, device="cpu")
@@ -172,7 +172,7 @@ def _selected(
         return rows[np.asarray(selector.select(budget))], about, {each: each for each in budgets}
     order = np.asarray(selector.select(len(rows)))
     reached = np.cumsum(lengths[order])
-    counts = {each: min(int(np.searchsorted(reached, each)) + 1, len(rows)) for each in budgets}
+    counts = {each: min(int(np.searchsorted(reached, each / cell.times)) + 1, len(rows)) for each in budgets}
     return rows[order[: max(counts.values())]], about, counts
 
 

@@ -134,10 +134,12 @@ class Plan:
                 "selection", features.key, settings_tree(recipe.select.method), rows.identity, list(rows.domains),
                 seed, list(budgets), like, *(["a selection for each budget"] if each else []),
                 *([study.unit, recipe.backbone] if tokens else []), *(["by form alone"] if form else []),
+                *([study.arms[arm].times] if study.arms[arm].times > 1 else []),
             ]
         )  # fmt: skip
         return SelectionCell(
-            key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like, study.unit, form
+            key, arm, target, seed, embedder, recipe, self.pool, features, rows, budgets, each, like, study.unit, form,
+            study.arms[arm].times,
         )  # fmt: skip
 
     def trial(self, arm: str, target: str, lr: float) -> TrainingCell:

@@ -57,11 +57,16 @@ class QualityArm:
     """Recipe keys (dotted) and their values for this arm: those of `select.method`, and no others."""
     like: str = ""
     """The arm that a `matched` draw follows."""
+    times: int = 1
+    """How often the warm-up reads the choice, of budgets in tokens: the best passages that hold budget/times of them."""
     note: str = ""
     """What it is, for the page."""
 
     def __post_init__(self) -> None:
         check_arm_keys(self.set, self.source)
+        check_bounds(self, times=(1, None))
+        if self.times > 1 and self.source != "selector":
+            raise ValueError(f"times is {self.times}, but an arm of source {self.source} runs no selector; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +175,8 @@ class Quality:
             if arm is None or arm.source != "selector":
                 raise ValueError(f"{key} is {getattr(self, key)!r}, which is no arm with a selector")
         for name, arm in self.arms.items():
+            if arm.times > 1 and self.unit != "tokens":
+                raise ValueError(f"arms: {name} reads its choice {arm.times} times, which needs unit: tokens")
             if arm.source == "matched" and (arm.like not in self.arms or self.arms[arm.like].source != "selector"):
                 raise ValueError(f"arms: {name} is matched to {arm.like!r}, which is no arm with a selector")
             if arm.source != "matched" and arm.like:
