@@ -58,7 +58,7 @@ class QualityArm:
     like: str = ""
     """The arm that a `matched` draw follows."""
     times: int = 1
-    """How often the warm-up reads the choice, of budgets in tokens: the best passages that hold budget/times of them."""
+    """How often the warm-up reads the choice: of budgets in tokens the best passages that hold budget/times of them."""
     note: str = ""
     """What it is, for the page."""
 
@@ -66,7 +66,7 @@ class QualityArm:
         check_arm_keys(self.set, self.source)
         check_bounds(self, times=(1, None))
         if self.times > 1 and self.source != "selector":
-            raise ValueError(f"times is {self.times}, but an arm of source {self.source} runs no selector; leave it out")
+            raise ValueError(f"times: an arm of source {self.source} runs no selector; leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
