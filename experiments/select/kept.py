@@ -39,8 +39,9 @@ class KeptScores:
             "scores": selector.scores_,
             "told": np.array(json.dumps(plain(selector.diagnostics_))),
         }
-        if selector.nearest_target_ is not None:
-            arrays["nearest"] = selector.nearest_target_
+        for name, part in (("nearest", selector.nearest_target_), ("readings", selector.readings_)):
+            if part is not None:
+                arrays[name] = part
         with written_whole(self.path) as handle:
             np.savez(handle, digest=np.array(self._digest()), **arrays)
 
@@ -52,6 +53,7 @@ class KeptScores:
                     return False
                 selector.scores_ = stored["scores"]
                 selector.nearest_target_ = stored["nearest"] if "nearest" in stored.files else None
+                selector.readings_ = stored["readings"] if "readings" in stored.files else None
                 selector.diagnostics_ = json.loads(str(stored["told"]))
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
             return False

@@ -147,18 +147,9 @@ class AutoSelector(Selector):
         self.inside_.fit(pool, target, progress=progress)
         self.scores_ = self.inside_.scores_
         self.nearest_target_ = self.inside_.nearest_target_
+        self.readings_ = self.inside_.readings_
         self.diagnostics_ = {"chosen": best, "held_out": len(held), "table": table, "inside": self.inside_.diagnostics_}
         return self
-
-    def select(self, k: int) -> np.ndarray:
-        """As the method that won selects."""
-        self._fitted()
-        return self.inside_.select(k)
-
-    def ties(self, k: int) -> int:
-        """As the method that won has them."""
-        self._fitted()
-        return self.inside_.ties(k)
 
     def _parts(self, target: Target) -> tuple[Target, Target]:
         """The target without what is held out, and that. Raises SelectionError for one that is too small."""

@@ -63,8 +63,8 @@ class Selector:
     Constructors only store their keyword parameters. `fit` returns self and sets `scores_` (N,) float64, smaller is
     better for every method; `nearest_target_` (N,) int64 or None; `diagnostics_`, a dict for the manifest. A method
     that shapes its selection for one size takes it as the parameter `budget`: `select(budget)` is then that selection,
-    a smaller k its best part, a larger k adds rows behind it. A method with the parameter `repeats` may name a row so
-    often: it is then to be read so often.
+    a smaller k its best part, a larger k adds rows behind it. A method with the parameter `repeats` may choose a row so
+    often: `readings_` then names it each time.
     """
 
     by_words: ClassVar[bool] = True
@@ -74,6 +74,9 @@ class Selector:
     scores_: np.ndarray
     nearest_target_: np.ndarray | None
     diagnostics_: dict[str, Any]
+    readings_: np.ndarray | None = None
+    """(R,) int64: the rows of the selection in the order chosen, each as often as it is to be read; None: once, by
+    score."""
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Score every row of `pool` against `target`. `progress` is called as (stage, done, total)."""
@@ -112,14 +115,17 @@ class Selector:
         return self.fit(replace(sides[0], features=x), replace(sides[1], features=y), progress=progress)
 
     def select(self, k: int) -> np.ndarray:
-        """The k best rows as int64 indices in rank order; ties go by file order (`ties`). Raises SelectionError."""
-        return self._order()[: checked_budget(k, len(self._fitted()))]
+        """The k best rows as int64 indices in rank order; ties go by file order (`ties`). With `readings_` the first k of
+        them, and behind them rows that were never chosen. Raises SelectionError."""
+        k, order = checked_budget(k, len(self._fitted())), self._order()
+        if self.readings_ is None:
+            return order[:k]
+        return np.concatenate([self.readings_, order[len(np.unique(self.readings_)) :]])[:k]
 
     def ties(self, k: int) -> int:
-        """Rows that share the score at which `select(k)` cuts, where only file order tells which of them are among
-        the k; 0 where the scores decide. Raises SelectionError."""
-        scores = self._fitted()
-        k = checked_budget(k, len(scores))
+        """Rows that share the score at which `select(k)` cuts, where only file order tells which of them are in it; 0
+        where the scores decide. Raises SelectionError."""
+        scores, k = self._fitted(), len(np.unique(self.select(k)))
         last = np.partition(scores, k - 1)[k - 1]
         tied = int((scores == last).sum())
         return tied if int((scores < last).sum()) + tied > k else 0

@@ -119,7 +119,7 @@ class CynicalSelector(Selector):
         short = rows.lengths < self.minimum
         held, reached, taken, looks, passes = self._greedy(rows, ~short, (budget, tokens), progress)
         self.scores_ = self._bounds(rows, self._base + held, None)
-        self._readings, distinct = taken, np.unique(taken, return_index=True)
+        self.readings_, distinct = taken, np.unique(taken, return_index=True)
         if len(taken):
             # A gain is never above an earlier one, nor one that is left above the last, but for rounding.
             reached = np.maximum.accumulate(reached)
@@ -143,19 +143,6 @@ class CynicalSelector(Selector):
             "short": int(short.sum()),
         }
         return self
-
-    def select(self, k: int) -> np.ndarray:
-        """The first k readings: rows in the order taken, one that was taken again more than once; where `budget` was
-        less than k, the rows that were never taken behind them."""
-        k = checked_budget(k, len(self._fitted()))
-        if k <= len(self._readings):
-            return self._readings[:k].copy()
-        rest = self._order()
-        return np.concatenate([self._readings, rest[self.diagnostics_["distinct_taken"] :]])[:k]
-
-    def ties(self, k: int) -> int:
-        """As of any selector, at the last of the distinct rows of `select(k)`."""
-        return super().ties(len(np.unique(self.select(k))))
 
     @property
     def explains(self) -> bool:

@@ -137,6 +137,24 @@ def test_an_interrupt_before_the_first_pass_says_that_nothing_is_kept(
     assert capsys.readouterr().err == f"flatshift: interrupted: go on with the same command: `{again}`\n"
 
 
+def test_scores_that_took_long_are_kept_with_what_is_to_be_read_again(tmp_path: Path, monkeypatch) -> None:
+    from experiments.select import select as journey
+
+    words = ["select", "warmup", "--select.pool.limit", "300", "--select.budget", "60", "--select.checks", "false"]
+    words += ["--method", "cynical"]
+    assert run([*words, "--out", str(tmp_path / "whole")]) == 0
+    assert manifest(tmp_path / "whole")["most_times"] > 1
+    monkeypatch.setattr(journey, "_LONG_S", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(journey, "write_choice", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run([*words, "--out", str(tmp_path / "out")]) == 3
+    assert len(list((tmp_path / "out" / "state").rglob("scores.npz"))) == 1
+    monkeypatch.setattr("selection.CynicalSelector.fit", lambda *_, **__: pytest.fail("fitted anew"))
+    assert run([*words, "--out", str(tmp_path / "out")]) == 0
+    for name in ("scores.parquet", "selected.jsonl"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
 def test_too_little_memory_is_told_in_the_users_unit(words, tmp_path: Path, capsys) -> None:
     assert run([*words, "--memory", "0.002", "--out", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
