@@ -115,8 +115,8 @@ class Selector:
         return self.fit(replace(sides[0], features=x), replace(sides[1], features=y), progress=progress)
 
     def select(self, k: int) -> np.ndarray:
-        """The k best rows as int64 indices in rank order; ties go by file order (`ties`). With `readings_` the first k of
-        them, and behind them rows that were never chosen. Raises SelectionError."""
+        """The k best rows as int64 indices in rank order; ties go by file order (`ties`). With `readings_` the first k
+        of them, and behind them rows that were never chosen. Raises SelectionError."""
         k, order = checked_budget(k, len(self._fitted())), self._order()
         if self.readings_ is None:
             return order[:k]
@@ -125,7 +125,10 @@ class Selector:
     def ties(self, k: int) -> int:
         """Rows that share the score at which `select(k)` cuts, where only file order tells which of them are in it; 0
         where the scores decide. Raises SelectionError."""
-        scores, k = self._fitted(), len(np.unique(self.select(k)))
+        scores = self._fitted()
+        k = checked_budget(k, len(scores))
+        if self.readings_ is not None:
+            k = len(np.unique(self.select(k)))
         last = np.partition(scores, k - 1)[k - 1]
         tied = int((scores == last).sum())
         return tied if int((scores < last).sum()) + tied > k else 0
