@@ -352,9 +352,9 @@ class Selection:
     """What `select` chose.
 
     indices: places of the chosen records in the pool, best first, one that is to be read again more than once; ids,
-    texts: theirs. scores: `{id: score}` of every
-    record that was kept, smaller is better. nearest: the id of the target nearest to each chosen record, where the
-    method knows one. manifest: what manifest.json holds. path: the directory, if one was made.
+    texts: theirs. scores: `{id: score}` of every record that was kept, smaller is better. nearest: the id of the target
+    nearest to each chosen record, where the method knows one. manifest: what manifest.json holds. path: the directory,
+    if one was made.
     """
 
     ids: list[str]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from experiments.recipe.config import Recipe
 from experiments.select.pool import Sides
 from finetune.atomic import json_text
 from finetune.data.rows import Row
+from finetune.data.view import RowView
 from finetune.seeds import derive
 from selection.methods.base import Selector
 
@@ -82,16 +83,19 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-def _write_selected(directory: Path, rows: Iterable[Row], scores: np.ndarray, ranks: np.ndarray) -> None:
+def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray) -> None:
     """The chosen records whole, in the order chosen, plus id, score and rank; colliding input keys move under `source`.
     A record that is to be read again has a line each time, with an id of its own and the record's as `repeat_of`."""
-    times: Counter[str] = Counter()
+    names: set[str] = set(rows.ids)
+    seen: set[str] = set()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
         for row, score, rank in zip(rows, scores, ranks, strict=True):
-            times[row.id] += 1
             added = {"id": row.id, "score": float(score), "rank": int(rank)}
-            if times[row.id] > 1:
-                added |= {"id": f"{row.id} ({times[row.id]})", "repeat_of": row.id}
+            if row.id in seen:
+                name = next(name for n in count(2) if (name := f"{row.id} ({n})") not in names)
+                names.add(name)
+                added |= {"id": name, "repeat_of": row.id}
+            seen.add(row.id)
             record = dict(row.record)
             collides = {key for key in added if key in record and record[key] != added[key]}
             if "id" in collides and str(record["id"]) == row.id:  # a number, read as the id that it is

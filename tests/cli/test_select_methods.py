@@ -120,6 +120,22 @@ def test_a_record_that_is_read_again_has_a_line_each_time(base: list[str], tmp_p
     assert run(trained) == 0, "the lines have names of their own"
 
 
+def test_a_name_that_another_record_has_is_not_given_to_a_repeat(base: list[str], tmp_path: Path) -> None:
+    def lines(out: str) -> list[dict]:
+        words = [*base[:7], "--method", "cynical", "--select.method.repeats", "3", "--out", str(tmp_path / out)]
+        assert run(words) == 0
+        return [json.loads(line) for line in (tmp_path / out / "selected.jsonl").read_text().splitlines()]
+
+    (again, *_) = (line for line in lines("out") if "repeat_of" in line)
+    rows = [json.loads(line) for line in Path(base[2]).read_text(encoding="utf-8").splitlines()]
+    write_rows(
+        Path(base[2]), [{"id": "a" if r["text"] == again["text"] else f"a ({i})", **r} for i, r in enumerate(rows)]
+    )
+    found = lines("named")
+    assert len({line["id"] for line in found}) == 12
+    assert {line["id"] for line in found if line.get("repeat_of") == "a"}
+
+
 def test_rounds_that_end_in_one_step_say_so(base: list[str], tmp_path: Path, capsys, monkeypatch) -> None:
     from selection.methods.rounds import Rounds
 
