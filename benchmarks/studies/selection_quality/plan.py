@@ -20,7 +20,7 @@ from experiments.studies.cell import file_digest as digest
 from experiments.studies.study import chosen, locate, study_recipe
 from finetune.digests import digest as file_digest
 from finetune.errors import UserError
-from selection.config import Auto, Domains, Features, GotD, Method, TokenNgrams, needs
+from selection.config import Auto, Cynical, Domains, Features, GotD, Method, TokenNgrams, needs
 
 RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
 """The study that is published."""
@@ -286,4 +286,4 @@ def _budgets(study: Quality) -> list[int]:
 
 def _one_size(method: Method) -> bool:
     """Whether a selection is shaped for its budget, so that the first k of a larger one are not the selection of k."""
-    return isinstance(method, Domains | Auto) or (isinstance(method, GotD) and method.rounds > 1)
+    return isinstance(method, Domains | Auto | Cynical) or (isinstance(method, GotD) and method.rounds > 1)
