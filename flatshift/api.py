@@ -272,7 +272,8 @@ def select(
 
         flatshift.select(pool_texts, target_texts, budget=100).texts
     """
-    more: dict[str, Any] = {"select.budget": budget, "select.method": method, "select.embedder": embedder}
+    kind = "select.method.kind" if isinstance(method, str) else "select.method"
+    more: dict[str, Any] = {"select.budget": budget, kind: method, "select.embedder": embedder}
     given = {key: value for key, value in more.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="flatshift-") as temporary:
         kept = Path(temporary) / "selection" if out is None else _path("select", "out", out)
@@ -351,10 +352,10 @@ def _files(function: str, name: str, value: Any) -> list[str]:
 class Selection:
     """What `select` chose.
 
-    indices: places of the chosen records in the pool, best first, one that is to be read again more than once; ids,
-    texts: theirs. scores: `{id: score}` of every record that was kept, smaller is better. nearest: the id of the target
-    nearest to each chosen record, where the method knows one. manifest: what manifest.json holds. path: the directory,
-    if one was made.
+    indices: places of the chosen records in the pool, in the order chosen; a record that is to be read again is there
+    each time. ids, texts: theirs. scores: `{id: score}` of every record that was kept, smaller is better. nearest: the
+    id of the target nearest to each chosen record, where the method knows one. manifest: what manifest.json holds.
+    path: the directory, if one was made.
     """
 
     ids: list[str]

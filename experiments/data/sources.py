@@ -61,8 +61,15 @@ class Part:
             label=task.read_label,
             used=self._used(task),
         )
+        apart = data.holdout > 0 and not (data.dev.files and data.test.files) and self.setting.startswith("data.train")
         try:
             for row in rows:
+                if apart and row.record.get("repeat_of") is not None:
+                    raise UserError(
+                        f"{row.where}: repeats {row.record['repeat_of']!r}, and data.holdout may judge by the one and "
+                        "train on the other; set data.holdout to 0 and name rows to judge by, or choose the records "
+                        "with --select.method.repeats 1"
+                    )
                 yield row if self.name is None else dataclasses.replace(row, id=f"{self.name}/{row.id}")
         except UserError as error:
             raise UserError(f"{self.setting}.{error}" if str(error).startswith("first:") else str(error)) from None

@@ -31,19 +31,20 @@ def write_choice(recipe: Recipe, directory: Path, sides: Sides, selector: Select
     assert spec is not None
     rows, rank = sides.pool.rows, selector.ranks()
     scores = np.asarray(selector.scores_, dtype=np.float64)
-    selected = np.zeros(len(rank), dtype=bool)
-    selected[chosen] = True
+    times = np.bincount(chosen, minlength=len(rank))
+    selected = times > 0
     nearest = selector.nearest_target_
     table = {
         "id": rows.ids,
         "score": scores,
         "rank": rank,
         "selected": selected,
+        "times": times,
         "nearest_target": None if nearest is None else _Named([row.id for row in sides.target.rows], nearest),
         "domain": sides.domains[0],
     }
     _write_scores(directory, table)
-    _write_selected(directory, rows.take(chosen), scores[chosen], rank[chosen])
+    _write_selected(directory, rows.take(chosen), scores[chosen], rank[chosen], spec.columns.id)
     if nearest is not None:
         _write_targets(directory, [sides.target.rows[place] for place in dict.fromkeys(nearest[chosen].tolist())])
     if sides.x is not None and sides.y is not None:
@@ -68,7 +69,7 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.string(), pa.string())
+    kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.int32(), pa.string(), pa.string())
     schema = pa.schema(list(zip(columns, kinds, strict=True)))
     count = len(columns["rank"])
     with pq.ParquetWriter(directory / "scores.parquet", schema) as writer:
@@ -83,21 +84,24 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
             writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
 
 
-def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray) -> None:
+def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray, id_column: str) -> None:
     """The chosen records whole, in the order chosen, plus id, score and rank; colliding input keys move under `source`.
-    A record that is to be read again has a line each time, with an id of its own and the record's as `repeat_of`."""
+    A record that is to be read again has a line each time, with an id of its own, in the column that ids are read from
+    too, and the record's as `repeat_of`."""
     names: set[str] = set(rows.ids)
     seen: set[str] = set()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
         for row, score, rank in zip(rows, scores, ranks, strict=True):
             added = {"id": row.id, "score": float(score), "rank": int(rank)}
+            record = dict(row.record)
             if row.id in seen:
                 name = next(name for n in count(2) if (name := f"{row.id} ({n})") not in names)
                 names.add(name)
                 added |= {"id": name, "repeat_of": row.id}
+                if id_column in record:
+                    record[id_column] = name
             seen.add(row.id)
-            record = dict(row.record)
-            collides = {key for key in added if key in record and record[key] != added[key]}
+            collides = {key for key in (*added, "repeat_of") if key in record and record[key] != added.get(key)}
             if "id" in collides and str(record["id"]) == row.id:  # a number, read as the id that it is
                 collides.remove("id")
             if collides:

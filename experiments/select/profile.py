@@ -28,6 +28,8 @@ _SPOKE = 6
 _CHARACTERS = 400
 """Of a text whose script is looked at."""
 _FEW = 10
+_FEWER = 0.5
+"""Records for a reading, below which a selection lives on repeats."""
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
@@ -36,7 +38,7 @@ def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, chosen: np.
     the order chosen; one that is there more than once counts once."""
     assert recipe.select is not None
     rows = sides.pool.rows
-    chosen = np.array(list(dict.fromkeys(chosen.tolist())))
+    readings, chosen = len(chosen), np.array(list(dict.fromkeys(chosen.tolist())))
     draw = numpy_generator(recipe.train.seed, "select", "profile")
     some = np.sort(draw.choice(len(rows), min(_SAMPLE, len(rows)), replace=False))
     target = [row.values["text"] for row in sides.target.rows]
@@ -57,6 +59,11 @@ def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, chosen: np.
         found["pool"]["sources"] = _shares(names[some].tolist())
     found["spoke"], found["first"] = _first(recipe, sides, selector, chosen[:_FIRST], texts)
     found["warnings"] = _warnings(found, len(target))
+    if len(chosen) < _FEWER * readings:
+        found["warnings"].append(
+            f"{len(chosen):,} records make up {readings:,} readings, as the pool has few that are like the target; "
+            "lower select.budget, or set select.method.repeats to 1"
+        )
     return found
 
 

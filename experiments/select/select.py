@@ -180,10 +180,13 @@ def select_into(
     write_json(directory / "manifest.json", manifest)
     kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
     write_json(directory / DONE, {FILES: sums(directory, kept)})
-    again = ""
-    if distinct := manifest["selection"].get("distinct"):
-        again = f" ({distinct:,} records, each up to {manifest['selection']['most_times']} times)"
-    console.say(f"selected {spec.budget:,}{again} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
+    console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
+    told = manifest["selection"]
+    if "distinct" in told:
+        console.say(
+            f"the budget counts readings: {told['distinct']:,} records, {told['again']:,} of them to be read more than "
+            f"once, up to {told['most_times']} times (--method cynical --select.method.repeats 1: none)"
+        )
     return manifest
 
 
@@ -369,13 +372,18 @@ def _manifest(spec: Select, sides: Sides, selector: Selector, chosen: np.ndarray
             "method": spec.method.kind,
             "embedder": spec.embedder.kind if sides.x is not None else None,
             "budget": spec.budget,
-            **({"distinct": len(times), "most_times": int(times.max())} if len(times) < len(chosen) else {}),
+            **(_repeated(times) if len(times) < len(chosen) else {}),
             "pool": len(sides.pool.rows),
             "target": len(sides.target.rows),
             "skipped": {name: side.skipped for name, side in sides.by_name.items() if side is not None},
             **({"helpful": solver.get("helpful", int((selector.scores_ < 0).sum()))} if selector.signed else {}),
         },
     }
+
+
+def _repeated(times: np.ndarray) -> dict[str, int]:
+    """Of how often each chosen record is to be read."""
+    return {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max())}
 
 
 def _say(caught: Sequence[warnings.WarningMessage], console: Console) -> None:

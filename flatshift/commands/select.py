@@ -33,7 +33,7 @@ class Flags:
     target: tuple[str, ...] = ()
     """Files with samples of the task; with --data.holdout 0.2 less what a training on them sets apart for judging."""
     budget: int | None = None
-    """Records to choose."""
+    """Records to choose; cynical, the default, counts readings (--select.method.repeats 1: no record twice)."""
     out: Path | None = None
     """Directory to make (required): not there, empty, or with what this same command left when it was killed."""
     method: str | None = None

@@ -90,34 +90,47 @@ def test_a_record_that_is_read_again_has_a_line_each_time(base: list[str], tmp_p
     assert run([*base[:-2], "--method", "cynical", "--select.method.repeats", "5"]) == 0
     columns, manifest = result(tmp_path)
     about = manifest["selection"]
-    assert f"selected 12 ({about['distinct']} records, each up to {about['most_times']} times) of {ROWS} in" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert f"counts readings: {about['distinct']} records, {about['again']} of them to be read more than once" in said
     lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert len(lines) == len({line["id"] for line in lines}) == 12
     record = [line.get("repeat_of", line["id"]) for line in lines]
     assert len(set(record)) == about["distinct"] < 12 and 1 < max(map(record.count, record)) == about["most_times"] <= 5
     rank = dict(zip(columns["id"], columns["rank"], strict=True))
     texts = {name: line["text"] for name, line in zip(record, lines, strict=True)}
-    assert all(
-        line["rank"] == rank[name] and line["text"] == texts[name] for name, line in zip(record, lines, strict=True)
-    )
+    for name, line in zip(record, lines, strict=True):
+        assert line["rank"] == rank[name] and line["text"] == texts[name]
     assert {name for name, taken in zip(columns["id"], columns["selected"], strict=True) if taken} == set(record)
+    assert all(record.count(name) == times for name, times in zip(columns["id"], columns["times"], strict=True))
     assert run(["report", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert f"The budget of 12 counts readings: a record is read up to {about['most_times']} times" in page
+    assert "The budget of 12 counts readings: " in page and f"{about['most_times']} times" in page
     trained = ["train", "language-model", "--data.train.files", str(tmp_path / "out" / "selected.jsonl")]
-    trained += [
-        "--data.dev.files",
-        "[]",
-        "--data.test.files",
-        "[]",
-        "--train.steps",
-        "1",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    assert run(trained) == 0, "the lines have names of their own"
+    trained += ["--data.dev.files", "[]", "--data.test.files", "[]", "--train.steps", "1"]
+    assert run([*trained, "--out", str(tmp_path / "run")]) == 0, "the lines have names of their own"
+    capsys.readouterr()
+    assert run([*trained, "--data.holdout", "0.2", "--out", str(tmp_path / "leak")]) == 2
+    assert "may judge by the one and train on the other" in capsys.readouterr().err
+    assert not (tmp_path / "leak").exists()
+
+
+def test_repeats_keep_the_users_own_columns(base: list[str], tmp_path: Path) -> None:
+    pool = Path(base[2])
+    rows = [json.loads(line) for line in pool.read_text(encoding="utf-8").splitlines()]
+    write_rows(pool, [{"uid": f"u{i}", "repeat_of": "mine", "rank": -1, **row} for i, row in enumerate(rows)])
+    assert run([*base[:-2], "--method", "cynical", "--select.columns.id", "uid"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
+    assert all(line["source"]["repeat_of"] == "mine" and line["source"]["rank"] == -1 for line in lines)
+    assert len({line["uid"] for line in lines}) == 12 and "repeat_of" not in lines[0]
+    assert {line["id"] == line["uid"] for line in lines} == {True} and any("repeat_of" in line for line in lines)
+    assert run(["report", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")]) == 0
+    assert "First choices" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_selection_that_lives_on_repeats_is_warned_of(base: list[str], tmp_path: Path, capsys) -> None:
+    words = [*base[:5], "--budget", "36", "--out", str(tmp_path / "out"), "--method", "cynical"]
+    assert run([*words, "--select.method.repeats", "50"]) == 0
+    assert "records make up 36 readings, as the pool has few that are like the target" in capsys.readouterr().err
 
 
 def test_a_name_that_another_record_has_is_not_given_to_a_repeat(base: list[str], tmp_path: Path) -> None:

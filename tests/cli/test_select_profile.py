@@ -77,6 +77,7 @@ def test_auto_shows_its_table_and_takes_a_winner(tmp_path: Path, capsys) -> None
     assert table["random"]["difference"] == 0.0 and all(table[n]["difference"] < 0 for n in ("moore-lewis", "gotd"))
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert ("Auto (Cross-entropy difference)" if solver["chosen"] == "moore-lewis" else "Auto (GOT-D)") in page
+    assert "Methods that were tried" in page and f"{solver['chosen']} (taken)" in page and "&#34;nats&#34;" not in page
     rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert all(set(text.split()) <= set(CATS) for text in rows)
 

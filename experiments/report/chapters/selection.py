@@ -14,12 +14,20 @@ _SPOKE = {
     "tokens": " What spoke for one: the tokens that added most to its score, each with the one before it.",
     "words": " What spoke for one: its words that the target has and that are rarest in the pool.",
 }
+_ELSEWHERE = ("seconds", "skipped", "checks", "peak_bytes", "profile", "table", "inside")
+"""What the manifest says that is no fact of the list: told in sections of their own, or not at all."""
 _DIAGNOSTICS = {
     "method": "method",
     "embedder": "embedder",
     "budget": "budget",
     "distinct": "records to be read",
+    "again": "records to be read more than once",
     "most_times": "most times that one is read",
+    "taken": "readings that were looked for",
+    "distinct_taken": "records among those",
+    "looked_at": "records looked at by themselves",
+    "short": "records below the minimum",
+    "passes": "passes over the pool",
     "pool": "pool records",
     "target": "target records",
     "helpful": "records with a negative score",
@@ -62,7 +70,8 @@ def selection_finding(selection: Selection) -> str:
             sentence += f"; “{name}” grows from {before} of the pool to {after} of the selection"
     if most := selection.about.get("most_times"):
         sentence += (
-            f". The budget of {selection.about['budget']:,} counts readings: a record is read up to {most} times"
+            f". The budget of {selection.about['budget']:,} counts readings: {selection.about['again']:,} records are "
+            f"to be read more than once, up to {most} times"
         )
     return sentence + "."
 
@@ -112,9 +121,7 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     notes = _selection_notes(selection)
     if notes:
         blocks.append(Notes(notes))
-    about = {
-        k: v for k, v in selection.about.items() if k not in ("seconds", "skipped", "checks", "peak_bytes", "profile")
-    }
+    about = {k: v for k, v in selection.about.items() if k not in _ELSEWHERE}
     order = [k for k in _DIAGNOSTICS if k in about] + [k for k in about if k not in _DIAGNOSTICS]
     facts = [(_DIAGNOSTICS.get(k, k.replace("_", " ")), formats.plain(about[k])) for k in order]
     peaks = selection.about.get("peak_bytes")
@@ -124,6 +131,8 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     sections = [Section("Selection", blocks)] if blocks else []
     if isinstance(profile := selection.about.get("profile"), dict):
         sections.append(_profile_section(profile))
+    if isinstance(tried := selection.about.get("table"), list):
+        sections.append(_tried_section(tried, str(selection.about.get("chosen"))))
     cards = _cards(run, selection)
     if cards:
         known = any(name == "nearest target" for card in cards for name, _ in card.facts)
@@ -145,6 +154,21 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
     return sections
 
 
+def _tried_section(tried: list[dict[str, Any]], chosen: str) -> Section:
+    """The methods that `auto` compared."""
+    rows = []
+    for line in tried:
+        error = line.get("error")
+        beside = formats.effect({"value": line["difference"], "low": line["difference"] - 2 * error,
+                                 "high": line["difference"] + 2 * error}) if error else ("–", "")  # fmt: skip
+        name = f"{line['method']} (taken)" if line["method"] == chosen else str(line["method"])
+        rows.append([name, formats.number(line.get("nats"), 4), *beside, str(line.get("reason") or "")])
+    head = ["method", "nats per token", "beside random", "± two standard errors of it", "left out because"]
+    table = Table(head, rows, numeric=frozenset(range(1, 4)))
+    lead = "Held-out target texts under a trigram model that has read each method's choice; lower is better."
+    return Section("Methods that were tried", [table], lead)
+
+
 def _profile_section(profile: dict[str, Any]) -> Section:
     """Lengths, scripts, sources and repeats of selection, target and pool side by side, with what was warned of."""
     sides = [side for side in ("selection", "target", "pool") if isinstance(profile.get(side), dict)]
@@ -163,7 +187,7 @@ def _profile_section(profile: dict[str, Any]) -> Section:
     blocks: list[Block] = [Table(["", *sides], rows, caption)]
     if profile.get("warnings"):
         blocks.insert(0, Notes([str(sentence).capitalize() for sentence in profile["warnings"]]))
-    return Section("What was chosen", blocks, "Beside target and pool.")
+    return Section("What was chosen", blocks, "Beside target and pool; a record that is read again counts once.")
 
 
 def _selection_notes(selection: Selection) -> list[str]:
@@ -193,12 +217,13 @@ def _records(run: Run, selection: Selection) -> list[tuple[dict[str, Any], str, 
     select = run.recipe.get("select")
     if isinstance(select, dict) and isinstance(select.get("columns"), dict):
         column = str(select["columns"].get("text") or "text")
-    nearest: dict[int, str] = {}
-    if selection.table is not None and "nearest_target" in selection.table.column_names:
+    told: dict[str, dict[int, Any]] = {"nearest_target": {}, "times": {}}
+    if selection.table is not None:
         import pyarrow.compute as pc
 
         top = selection.table.filter(pc.less_equal(selection.table.column("rank"), len(selection.top)))
-        nearest = dict(zip(top.column("rank").to_pylist(), top.column("nearest_target").to_pylist(), strict=True))
+        for name in told.keys() & set(top.column_names):
+            told[name] = dict(zip(top.column("rank").to_pylist(), top.column(name).to_pylist(), strict=True))
     found = []
     for position, record in enumerate(selection.top, 1):
         source = record.get("source")
@@ -206,7 +231,10 @@ def _records(run: Run, selection: Selection) -> list[tuple[dict[str, Any], str, 
         if not isinstance(text, str):
             text = next((v for k, v in record.items() if isinstance(v, str) and k != "id"), "")
         domain = str(record.get("domain") or selection.judged.get(str(record.get("id", "")), ""))
-        near = str(nearest.get(record.get("rank", position)) or "")
+        rank = record.get("rank", position)
+        near = str(told["nearest_target"].get(rank) or "")
+        times = told["times"].get(rank, 1)
+        record = {**record, "times": f"{times} times" if times > 1 else ""}
         found.append((record, " ".join(text.split()), domain, near, selection.targets.get(near, "")))
     return found
 
@@ -228,6 +256,7 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
     for position, (record, text, domain, near, told) in enumerate(_records(run, selection)[:9], 1):
         facts = [("score", _score(record)), ("domain", domain), ("id", str(record.get("id", "")))]
         facts.append(("nearest target", f"{near}: {_clip(told, 160)}" if told else near))
+        facts.append(("to be read", record["times"]))
         facts.append(("spoke for it", spoke.get(str(record.get("id", "")), "")))
         cards.append(Card(str(record.get("rank", position)), _clip(text, 360), [(k, v) for k, v in facts if v]))
     return cards
@@ -235,10 +264,17 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
 
 def _lookup(run: Run, selection: Selection) -> Lookup:
     rows = [
-        [str(record.get("rank", "")), _score(record), domain, _clip(text, 240), _clip(told, 240) or near]
+        [
+            str(record.get("rank", "")),
+            _score(record),
+            record["times"],
+            domain,
+            _clip(text, 240),
+            _clip(told, 240) or near,
+        ]
         for record, text, domain, near, told in _records(run, selection)
     ]
-    kept = [place for place in range(5) if any(row[place] for row in rows)]
-    columns = ["rank", "score", "domain", "text", "nearest target"]
+    kept = [place for place in range(6) if any(row[place] for row in rows)]
+    columns = ["rank", "score", "to be read", "domain", "text", "nearest target"]
     numeric = frozenset(new for new, old in enumerate(kept) if old < 2)
     return Lookup([columns[place] for place in kept], [[row[place] for place in kept] for row in rows], numeric)
