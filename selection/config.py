@@ -64,7 +64,8 @@ class Domains:
     """Domain: weight (scaled to sum 1; a domain that is not named gets none). Empty: as in the target's domain
     column."""
     inside: Inner = field(default_factory=Random)
-    """The method that ranks the rows of a domain, fitted on the whole pool; not with rounds of its own."""
+    """The method that ranks the rows of a domain, fitted on the whole pool; not with rounds of its own, and no row is
+    taken twice."""
 
     def __post_init__(self) -> None:
         for name, share in self.shares.items():

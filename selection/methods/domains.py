@@ -21,7 +21,7 @@ class DomainsSelector(Selector):
     rows than its quota gives all it has, and the rest of the quota goes to the others by their shares; with explicit
     shares a domain that the pool lacks is an error. Rows are ranked so that every prefix mixes domains as the whole
     does: the j-th row of a domain with quota q scores (j − ½)/q, rows beyond the quota follow from 1 on by their
-    place in their domain. `quotas_` maps domain → rows.
+    place in their domain. No row is taken twice, whatever `inside` repeats. `quotas_` maps domain → rows.
     """
 
     def __init__(
