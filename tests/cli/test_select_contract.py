@@ -52,6 +52,7 @@ def test_outputs_follow_the_contract(files, tmp_path: Path, method: str) -> None
         ("score", "double"),
         ("rank", "int64"),
         ("selected", "bool"),
+        ("times", "int32"),
         ("nearest_target", "string"),
         ("domain", "string"),
     ]
