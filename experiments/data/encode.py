@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.data.sources import SPLITS, Split, choose, parts_of
+from experiments.data.sources import SPLITS, Split, choose, parts_of, sets_apart
 from experiments.recipe.config import Recipe
 from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
@@ -209,7 +209,7 @@ def survey(recipe: Recipe) -> Survey:
     data, task = recipe.data, recipe.task
     parts = parts_of(data)
     wants_labels = task.has_classes and task.given_classes is None
-    apart = data.holdout and not (parts["dev"] and parts["test"])
+    apart = sets_apart(data)
     limits = any(part.limit is not None for split in SPLITS for part in parts[split])
     targets = array("d") if task.has_targets else None
     if not (wants_labels or apart or limits or targets is not None):

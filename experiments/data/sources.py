@@ -61,7 +61,7 @@ class Part:
             label=task.read_label,
             used=self._used(task),
         )
-        apart = data.holdout > 0 and not (data.dev.files and data.test.files) and self.setting.startswith("data.train")
+        apart = sets_apart(data) and self.setting.startswith("data.train")
         try:
             for row in rows:
                 if apart and row.record.get("repeat_of") is not None:
@@ -85,6 +85,11 @@ class Part:
         """Raise UserError: it has no usable row."""
         what = self.setting.removeprefix("data.").removeprefix("train.sources.")
         require_rows([], files=self.files, what=what, skipped=skipped)
+
+
+def sets_apart(data: Data) -> bool:
+    """Whether `data.holdout` takes rows to judge by from the training rows."""
+    return data.holdout > 0 and not (data.dev.files and data.test.files)
 
 
 def parts_of(data: Data) -> dict[Split, list[Part]]:
