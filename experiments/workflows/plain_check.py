@@ -87,7 +87,7 @@ def load(asked: Mapping[str, Any], work: Path) -> Any:
     if asked["backbone"] is not None:
         from peft import PeftModel
 
-        model = PeftModel.from_pretrained(model, asked["folder"])
+        model = PeftModel.from_pretrained(model, asked["folder"], low_cpu_mem_usage=asked["memory"] is not None)
     if asked["memory"] is not None:
         stream(model, lambda name: weights(plain(name)))
     return model.eval()
@@ -107,7 +107,7 @@ def reads_gguf(architecture: str) -> bool:
 
 def plain(name: str) -> str:
     """A parameter's name in the model that PEFT wraps."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def offloaded(model: Any) -> Callable[[str], Any]:
@@ -129,7 +129,6 @@ def offloaded(model: Any) -> Callable[[str], Any]:
 
 def stream(model: Any, read: Callable[[str], Any]) -> None:
     """Have the parameters on meta read by their names while the block runs that they are of, and no longer."""
-    import torch
     from torch import nn
 
     def hold(module: Any, names: list[tuple[Any, str, str]]) -> None:
@@ -151,11 +150,10 @@ def stream(model: Any, read: Callable[[str], Any]) -> None:
             (owner, leaf, f"{place}.{leaf}" if place else leaf)
             for place, owner in owners
             for leaf, parameter in owner._parameters.items()
-            if parameter is not None and parameter.is_meta
+            if parameter is not None and parameter.is_meta and "original_module" not in place
         ]
         if names:
             hold(module, names)
-    assert torch.is_inference_mode_enabled() is False
 
 
 def blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
