@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved
 from experiments.recipe.config import Sweep
+from experiments.recipe.resolve import held_out_lines
 from experiments.recipe.studies import SweepOptions
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -133,6 +134,7 @@ def _planned(out: Path, asked: _Asked, console: Console, share: Part | None) -> 
     check_finished(out)
     said: list[str] = []
     asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
+    said += held_out_lines(asked.base.resolved)
     cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
     if share is not None:
         cells = share.cells(cells)

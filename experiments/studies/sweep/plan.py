@@ -47,7 +47,7 @@ class Base:
     @classmethod
     def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> Base:
         """The recipe file, shipped recipe or resolved recipe with `overrides` laid over it."""
-        tree: Tree = parse(recipe.to_yaml(), recipe.name) if isinstance(recipe, Resolved) else recipe_tree(recipe)
+        tree: Tree = recipe.tree() if isinstance(recipe, Resolved) else recipe_tree(recipe)
         tree = lay(tree, overrides)
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
