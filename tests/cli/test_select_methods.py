@@ -70,7 +70,8 @@ def check(columns: dict, budget: int = 12) -> None:
         ["--method", "tsds", "--select.method.sigma", "0.3", "--select.method.neighbours", "6"],
         ["--method", "length", "--select.method.prefer", "short"],
         ["--method", "dsir", "--select.method.hashing", "sha256"],
-        ["--method", "cynical", "--select.method.mixture", "0.5"],
+        ["--method", "cynical", "--select.method.mixture", "0.5", "--select.method.repeats", "8"],
+        ["--method", "cynical"],
         ["--method", "moore-lewis", "--select.method.share", "0.6"],
         ["--method", "classifier", "--select.method.buckets", "4096"],
     ],
@@ -118,7 +119,8 @@ def test_repeats_keep_the_users_own_columns(base: list[str], tmp_path: Path) -> 
     pool = Path(base[2])
     rows = [json.loads(line) for line in pool.read_text(encoding="utf-8").splitlines()]
     write_rows(pool, [{"uid": f"u{i}", "repeat_of": "mine", "rank": -1, **row} for i, row in enumerate(rows)])
-    assert run([*base[:-2], "--method", "cynical", "--select.columns.id", "uid"]) == 0
+    again = ["--method", "cynical", "--select.method.repeats", "8"]
+    assert run([*base[:-2], *again, "--select.columns.id", "uid"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert all(line["source"]["repeat_of"] == "mine" and line["source"]["rank"] == -1 for line in lines)
     assert len({line["uid"] for line in lines}) == 12 and "repeat_of" not in lines[0]
@@ -234,3 +236,27 @@ def test_mistakes_are_one_sentence(base: list[str], tmp_path: Path, capsys, more
     assert run([*given, *(str(tmp_path / "pool.jsonl") if word == "POOL" else word for word in more)]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["cynical", "knn", "random", "domains"])
+def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, capsys) -> None:
+    """Of a pool in which every text stands thrice, in other case and blanks; fewer than the budget: copies fill up."""
+    pool = Path(base[2])
+    rows = [json.loads(line) for line in pool.read_text(encoding="utf-8").splitlines()]
+    copies = [{**row, "text": form(row["text"])} for row in rows for form in (str, str.upper, "  {}".format)]
+    write_rows(pool, copies)
+    words = [*base[:-2], "--method", method, "--select.method.shares", "{a: 1, b: 1}"][
+        : -2 if method != "domains" else None
+    ]
+    vectors = ["--select.embedder.dim", "8"] if method == "knn" else []
+    assert run([*words, *vectors]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
+    assert len({" ".join(line["text"].lower().split()) for line in lines}) == len({line["id"] for line in lines}) == 12
+    if method == "domains":
+        assert sorted(line["domain"] for line in lines) == ["a"] * 6 + ["b"] * 6
+    if method == "knn":
+        assert "say the same as one before them" in capsys.readouterr().err
+        write_rows(pool, copies[:9] + copies[9:12] * 4)
+        again = [str(tmp_path / "few") if word == str(tmp_path / "out") else word for word in [*words, *vectors]]
+        assert run(again) == 0
+        assert "warning: 8 of the chosen say the same as another" in capsys.readouterr().err
