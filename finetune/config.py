@@ -297,8 +297,8 @@ class Train:
     """Go back and leave out batches when the loss jumps; null: go on."""
     peak_tflops: float | None = None
     """What one device can do, TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix product."""
-    eval_every: int = 0
-    """Updates between dev evaluations; 0: only at the end."""
+    eval_every: int | float = 0
+    """Updates between dev evaluations; below 1 a share of the steps (0.25: four times); 0: only at the end."""
     best: str = "auto"
     """What makes one dev evaluation better than another: the lower `loss`, the higher `accuracy`, or any other metric
     that the task is judged by, for example `f1_macro` or `numeric_match`, which is then judged whole each time (ties:
@@ -327,10 +327,20 @@ class Train:
         check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
         check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
         refuse_zero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
+        if self.eval_every > 1 and self.eval_every != int(self.eval_every):
+            raise ValueError(
+                f"eval_every must be whole updates, or a share of the steps below 1, got {self.eval_every}"
+            )
         if self.max_dropped is not None and self.overlong != "drop":
             raise ValueError("max_dropped is of what `overlong: drop` leaves out; set that, or leave max_dropped out")
         if self.spikes is not None and self.save_every == 0:
             raise ValueError("spikes need checkpoints to go back to; set train.save_every above 0")
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Updates between dev evaluations; 0: only at the end."""
+        every = self.eval_every
+        return max(1, round(every * self.steps)) if 0 < every < 1 else int(every)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,8 @@ class Flags:
     price: float | None = None
     """Of a device for an hour: prints what the recipe's steps cost."""
     tokens: float | None = None
-    """Tokens to be trained on, for hours and cost; by default those of the recipe's train.steps; of train.epochs the
-    rows of its own files are counted."""
+    """Tokens to be trained on, for hours and cost; by default those of the recipe's train.steps, or of train.epochs of
+    the rows that --data names, counted by the recipe's own backbone."""
     out: Path | None = None
     """File for what --json prints, or NAME.html for a page of figures."""
     json: bool = False

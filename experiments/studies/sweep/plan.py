@@ -59,6 +59,21 @@ class Base:
         tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
         return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
 
+    def in_steps(self, *, say: Callable[[str], None]) -> Base:
+        """The same with its epochs as updates of its own rows, as many in every cell. Raises UserError as `prepare`."""
+        if self.recipe.train.epochs is None:
+            return self
+        from experiments.data.sources import in_steps
+        from experiments.data.splits import prepare
+        from experiments.workflows.run_parts import FINE_TUNE
+        from finetune.seeds import derive
+
+        counted = in_steps(self.resolved, prepare(self.recipe).train, seed=derive(self.recipe.train.seed, FINE_TUNE))
+        steps, why = counted.recipe.train.steps, counted.origins["train.steps"]
+        say(f"steps: {steps:,} in every cell ({why})")
+        tree = lay(self.tree, [from_override("train.steps", steps, why)])
+        return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
+
     @property
     def recipe(self) -> Recipe:
         """What every cell begins from."""
