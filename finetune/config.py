@@ -297,8 +297,8 @@ class Train:
     """Go back and leave out batches when the loss jumps; null: go on."""
     peak_tflops: float | None = None
     """What one device can do, TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix product."""
-    eval_every: int = 0
-    """Updates between dev evaluations; 0: only at the end."""
+    eval_every: int | float = 0
+    """Updates between dev evaluations; below 1 a share of the steps (0.25: four times); 0: only at the end."""
     best: str = "auto"
     """What makes one dev evaluation better than another: the lower `loss`, the higher `accuracy`, or any other metric
     that the task is judged by, for example `f1_macro` or `numeric_match`, which is then judged whole each time (ties:
@@ -327,10 +327,20 @@ class Train:
         check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
         check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
         refuse_zero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
+        if self.eval_every > 1 and self.eval_every != int(self.eval_every):
+            raise ValueError(
+                f"eval_every must be whole updates, or a share of the steps below 1, got {self.eval_every}"
+            )
         if self.max_dropped is not None and self.overlong != "drop":
             raise ValueError("max_dropped is of what `overlong: drop` leaves out; set that, or leave max_dropped out")
         if self.spikes is not None and self.save_every == 0:
             raise ValueError("spikes need checkpoints to go back to; set train.save_every above 0")
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Updates between dev evaluations; 0: only at the end."""
+        every = self.eval_every
+        return max(1, round(every * self.steps)) if 0 < every < 1 else int(every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,9 +449,12 @@ class Data:
     columns: Columns = field(default_factory=Columns)
     """Column names."""
     holdout: float = 0.0
-    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files.
-    The draw does not depend on `train.seed`, so every seed is judged on the same rows. In a selection that names no
-    training rows: of the target's files, so that its target is what a run on the same files trains on."""
+    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files; one
+    row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their shares. The
+    draw does not depend on `train.seed`, so every seed is judged on the same rows. In a selection that names no
+    training rows: of the target's files, so that its target is what a run on the same files trains on. It is 0.1 where
+    training rows of your own take the place of a shipped recipe's sample, which then judges nothing, unless dev, test
+    or this is named; so it is for a target of your own."""
     label_noise: float = 0.0
     """Share of training rows whose label is made wrong, drawn by seed and written to `label_noise.json`; larger shares
     contain smaller ones. The draw is over all training rows before any limit: a row that is wrong under one limit is

@@ -106,6 +106,9 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             known, shown = nearest(str(tree.value), map(str, words)), shortened(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
                 raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list, as [{shown}]")
+        if {int, float} <= set(options):
+            whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
+            options = [int if whole else float]
     return _plain(options[0], tree, path, origins)
 
 

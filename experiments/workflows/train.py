@@ -36,7 +36,7 @@ from experiments.data.splits import (
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.auto import settled
 from experiments.recipe.config import Recipe, warm_up_task
-from experiments.recipe.resolve import template_copy
+from experiments.recipe.resolve import held_out_lines, template_copy
 from experiments.recipe.rules import check_recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
@@ -130,7 +130,7 @@ def train(
             said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
-        said += borrowed_lines(recipe)
+        said += [*held_out_lines(resolved), *borrowed_lines(recipe)]
         if recipe.regularizer.kind != "plain":
             said.append(
                 f"regularizer: {recipe.regularizer.kind} ({resolved.origins.get('regularizer.kind', 'default')})"

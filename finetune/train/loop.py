@@ -220,7 +220,7 @@ class _Loop:
             asked = self.tell() if self.unread.at_once else self._told()
             self.callbacks.fire("step_end")
             wanted = self._asked("evaluate")
-            if self.stage.dev and (last or wanted or _every(train.eval_every, state.step)):
+            if self.stage.dev and (last or wanted or _every(train.evaluation_interval, state.step)):
                 asked |= self.tell()
                 self.judge(started)
             state.stopped_early |= self._asked("training_stop") and not last
