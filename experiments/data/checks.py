@@ -440,10 +440,10 @@ def refuse(found: Iterable[Finding], settings: DataChecks) -> None:
         if getattr(settings, one.kind) == "refuse" and (one.of is None or one.count > settings.most * one.of)
     ]
     if refused:
-        kinds = ", ".join(dict.fromkeys(f"data.checks.{one.kind}: warn" for one in refused))
-        counted = any(one.of is not None for one in refused)
-        more = f"; more than {settings.most:g} of the rows (data.checks.most) is refused" if counted else ""
-        raise UserError(f"{'; '.join(map(str, refused))}{more}: mend the rows, or set {kinds}")
+        first, *more = dict.fromkeys(one.kind for one in refused)
+        counted = "" if refused[0].of is None else f"; data.checks.most allows {settings.most:g} of the rows"
+        also = f" (refused too: {', '.join(more)})" if more else ""
+        raise UserError(f"{refused[0]}{counted}; mend the rows, or set data.checks.{first}: warn{also}")
 
 
 def class_line(counts: Mapping[str, int], *, whole: bool = False) -> str:
