@@ -441,8 +441,8 @@ def refuse(found: Iterable[Finding], settings: DataChecks) -> None:
     ]
     if refused:
         first, *more = dict.fromkeys(one.kind for one in refused)
-        counted = "" if refused[0].of is None else f"; data.checks.most allows {settings.most:g} of the rows"
-        also = f" (refused too: {', '.join(more)})" if more else ""
+        counted = "" if refused[0].of is None else f"; data.checks.most is {settings.most:g}"
+        also = f" (and {len(more)} more kinds: {more[0]}, …)" if len(more) > 1 else f" (and {more[0]})" if more else ""
         raise UserError(f"{refused[0]}{counted}; mend the rows, or set data.checks.{first}: warn{also}")
 
 
