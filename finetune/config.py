@@ -436,6 +436,42 @@ class TrainFiles(Files):
         return tuple(name for source in self.sources.values() if source.weight for name in source.files)
 
 
+Severity = Literal["refuse", "warn", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChecks:
+    """What is looked for in the rows before step 1. Each kind is refused above the share `most`, only reported
+    (`warn`), or not looked for (`off`)."""
+
+    copies: Severity = "refuse"
+    """Dev or test rows that are training rows, white space and Unicode form (NFKC) aside."""
+    near: Severity = "off"
+    """Dev or test rows that are nearly training rows: MinHash estimates a Jaccard similarity of 0.8 or more of their
+    character 5-grams."""
+    conflicts: Severity = "warn"
+    """Texts that stand under several classes."""
+    class_names: Severity = "warn"
+    """Classes whose names differ only in case, white space or Unicode form."""
+    empty_classes: Severity = "warn"
+    """Classes without a training row."""
+    same_answers: Severity = "warn"
+    """Pairs of answers that say the same (task.kind: preference)."""
+    repeated_prompts: Severity = "warn"
+    """Answers that begin with their prompt, which would stand twice."""
+    unknown_tokens: Severity = "warn"
+    """Answers with the tokenizer's unknown token, which the model would learn to write."""
+    control_tokens: Severity = "warn"
+    """Rows whose text has a special token written out, which the tokenizer reads as that token."""
+    unread: Severity = "warn"
+    """Columns of the rows, and keys of their turns, that nothing reads."""
+    most: float = 0.1
+    """Largest share of rows that `refuse` lets pass, with a warning; 0: none. Of classes, columns and keys, none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, most=(0, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where rows come from and what is done to bad ones."""
@@ -463,6 +499,8 @@ class Data:
     order."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
+    checks: DataChecks = field(default_factory=DataChecks)
+    """What is looked for in the rows before step 1."""
     cache: str | None = "auto"
     """Directory that keeps encoded rows for later runs, by the content they were made of. `auto`: for inputs above
     8 MB, under FLATSHIFT_CACHE or the user's cache directory; null: nothing is kept."""

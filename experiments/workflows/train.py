@@ -27,6 +27,8 @@ from experiments.data.sources import check_supply, in_steps, mixture_record, pad
 from experiments.data.splits import (
     Prepared,
     borrowed_lines,
+    check_lines,
+    check_record,
     learnt_record,
     noise_record,
     prepare,
@@ -163,6 +165,7 @@ def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
         manifest["chat_template"] = template
     if prepared.mixture is not None:
         manifest["sources"] = mixture_record(prepared.mixture)
+    manifest["checks"] = check_record(prepared)
     if adapters := check_beginning(recipe):
         manifest["adapters"] = adapters
     return manifest
@@ -236,6 +239,7 @@ def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
     """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this."""
     run = context.run
     started = time.monotonic()
+    context.console.outline(check_lines(prepared), check_lines(prepared, whole=True))
     warmed = None
     if context.recipe.warmup is not None:
         _select(context)

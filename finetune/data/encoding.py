@@ -307,8 +307,18 @@ class Encoder:
                 texts = [template.fill(row) for template in templates]
             except ValueError as error:
                 self.rest.bad(row, str(error))
+                continue
+            if blank := self._blank(row, templates):
+                self.rest.bad(row, blank)
             else:
                 yield row, texts
+
+    def _blank(self, row: Row, templates: Sequence[Template]) -> str:
+        """The sentence for a row of which nothing but white space is read; vectors are something."""
+        if not templates:
+            return EMPTY_TEXT if is_blank(row, ["text"]) else ""
+        read = templates[0].columns
+        return "the prompt is empty" if read and self.features is None and is_blank(row, read) else ""
 
     def wholes(self, rows: Iterable[Row]) -> list[tuple[Row, list[int], list[int] | None]]:
         """Each usable row with the ids and segments of its text, or of its pair `text`, `text2`, in the tokenizer's
@@ -339,10 +349,12 @@ class Encoder:
         """The rows whose second text is one, or is not there; the others are bad ones."""
         for row in rows:
             text2 = row.values.get("text2")
-            if text2 is None or isinstance(text2, str):
-                yield row
-            else:
+            if text2 is not None and not isinstance(text2, str):
                 self.rest.bad(row, f"column 'text2' is a {type(text2).__name__}, not text")
+            elif is_blank(row, ["text"]):
+                self.rest.bad(row, EMPTY_TEXT)
+            else:
+                yield row
 
     def _texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, Cut]]:
         firsts = self.tokens([row.values["text"] for row in rows])["input_ids"]
@@ -390,6 +402,15 @@ class Encoder:
             if start is not None and end is not None:
                 return len(text[start.start : end.end].encode())
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
+
+
+EMPTY_TEXT = "the text is empty"
+
+
+def is_blank(row: Row, columns: Iterable[str]) -> bool:
+    """Whether each of these columns holds no more than white space."""
+    values = [row.values.get(name) for name in columns]
+    return all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
 def prompt_form(form: str) -> str:
