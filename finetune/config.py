@@ -371,6 +371,8 @@ class Columns:
     """The turns of a conversation (task.kind: chat)."""
     tools: str = "tools"
     """Definitions of the functions that the assistant of a conversation may call (task.kind: chat)."""
+    system: str = "system"
+    """The system turn of a conversation that has none among its turns (task.kind: chat)."""
     id: str = "id"
     """A row's own name."""
 

@@ -20,7 +20,7 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch, Items, Leaf, Tree, from_override, key_of, merge, parse, parse_file
 from finetune.atomic import read_object
 from finetune.config import Files, Source, TrainFiles
-from finetune.data.chat.template import shipped_templates, template_text
+from finetune.data.chat.template import AUTO, shipped_templates, template_text
 from finetune.errors import UserError, is_remote, shortened, user_path
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
@@ -328,7 +328,7 @@ def _anchored(recipe: Recipe) -> Recipe:
     )
     task = recipe.task
     if names_file(recipe):
-        task = task.altered(template=_absolute(task.template or ""))
+        task = task.altered(template=_absolute(task.template))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 
@@ -434,6 +434,8 @@ def _scalar_text(value: Any) -> str:
         return str(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_scalar_text(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_quoted(key)}: {_scalar_text(item)}" for key, item in value.items()) + "}"
     if _SAFE_TEXT.fullmatch(value):
         leaf = parse(value, "value")
         if isinstance(leaf, Leaf) and isinstance(leaf.value, str):
@@ -480,13 +482,12 @@ COPY = "template.jinja"
 
 def names_file(recipe: Recipe) -> bool:
     """Whether `task.template` is a file of the user's, not a shipped name or the tokenizer's own."""
-    return recipe.task.template is not None and recipe.task.template not in shipped_templates()
+    return recipe.task.template not in (AUTO, *shipped_templates())
 
 
 def template_copy(recipe: Recipe) -> dict[str, str]:
     """What a new run directory keeps of the user's template: file name → text; nothing where there is none."""
-    template = recipe.task.template
-    return {COPY: template_text(template)} if template is not None and names_file(recipe) else {}
+    return {COPY: template_text(recipe.task.template)} if names_file(recipe) else {}
 
 
 def with_own_template(run: Path, recipe: Recipe) -> Recipe:
@@ -496,14 +497,9 @@ def with_own_template(run: Path, recipe: Recipe) -> Recipe:
     manifest.json notes.
     """
     task, file = recipe.task, run / "manifest.json"
-    if task.template is None:
-        return recipe
     if names_file(recipe) and (run / COPY).is_file():
         task = task.altered(template=str((run / COPY).absolute()))
     noted = read_object(file).get("chat_template") if file.is_file() else None
-    if noted is not None:
-        now = task.template_record()
-        assert now is not None
-        if now["sha256"] != noted["sha256"]:
-            raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
+    if noted is not None and (now := task.template_record()) is not None and now["sha256"] != noted["sha256"]:
+        raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
     return dataclasses.replace(recipe, task=task)
