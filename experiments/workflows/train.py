@@ -74,7 +74,6 @@ from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
 from finetune.digests import DONE, FILES, check_files, copy_sealed
 from finetune.errors import OutOfMemory, UserError
-from finetune.evaluate.leaks import refuse_leaks
 from finetune.figures import beside_text, rate_text
 from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
@@ -415,8 +414,6 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         group=train.group,
         masking=task.masking(tokenizer),
     )
-    if batches.packed:
-        refuse_leaks(engine.judged)
     told = supply(batches, prepared.mixture, train.steps)
     for line in supply_lines(told, train.steps, about=batches.packed):
         say(line)
