@@ -229,6 +229,7 @@ class Optimizer:
 
 Quantization = Literal["nf4", "nf4-double", "int8"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Extend = Literal["stretch", "rewarm", "keep-end"]
 WIDTHS = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value by `train.precision`; what is not settled yet may turn out to be the widest."""
 
@@ -243,6 +244,10 @@ class Train:
     """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
     1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`. Not
     for sources mixed by weight, nor for cells of a sweep or study."""
+    extend: Extend = "stretch"
+    """The learning rate where a run that ended is resumed with more `steps`. `stretch`: from there on that of a run of
+    all those steps, so a cosine that had come to 0 jumps up; `rewarm`: the added steps are a schedule of their own,
+    warm-up included; `keep-end`: the rate of the last update stays."""
     batch_size: int = 16
     """Rows of one micro-batch, over all data-parallel ranks together."""
     accumulate: int = 1
@@ -607,8 +612,9 @@ class Evaluate:
 
     batch_size: int = 32
     """Rows at once."""
-    train_limit: int = 1000
-    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none."""
+    train_limit: int | None = None
+    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none. Null:
+    none in a run, and 1,000 in a cell of a sweep or study, whose curves have the error on them."""
     bootstrap: int = 1000
     """Resamples of the items for each interval."""
     confidence: float = 0.95

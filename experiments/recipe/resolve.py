@@ -33,7 +33,8 @@ OWN_ROWS = "names rows of your own"
 """What the origins of settings end with that are so for that reason."""
 _LENGTHS = ("steps", "epochs")
 """Of `train`: both say how long; the upper layer's word counts."""
-_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.device", "data.cache")
+_EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
+_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.extend", "train.device", "data.cache", *_EVALUATION)
 
 
 @dataclass(frozen=True)
@@ -333,8 +334,8 @@ def _anchored(recipe: Recipe) -> Recipe:
 
 
 def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
-    """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device and
-    `train.steps` may be overridden.
+    """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device,
+    `train.steps` and what concerns evaluation alone may be overridden.
 
     Raises UserError if `run` is no run directory, its template changed, or an override changes anything else.
     """
@@ -355,7 +356,8 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
             key = ".".join(map(key_of, key.split(".")))
             others = "; `flatshift eval RUN --data FILE` judges other rows" if key.startswith("data.") else ""
             raise UserError(
-                f"--{key}: a run keeps all but mesh, train.device and train.steps; start a new run for {key}{others}"
+                f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend and its evaluation "
+                f"(eval, task.score, task.max_new_tokens); start a new run for {key}{others}"
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
     return Resolved(with_own_template(run, after), run.name, read_origins(path, before) | changed)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.build import lay_out
-from experiments.workflows.export import require_finished
+from experiments.workflows.export import require_trained
 from experiments.workflows.merge import alone_in_float32, merge
 from experiments.workflows.model_card import card
 from experiments.workflows.saved_tokenizer import run_rows
@@ -59,7 +59,7 @@ def deploy(
         _require_converter(llama_cpp)
     with owned(out):
         refuse_old(out)
-        require_finished(path, recipe)
+        require_trained(path, recipe)
         with new_output(out) as temporary:
             reference = _reference(path, recipe)
             if to == "vllm":

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.build import lay_out
-from experiments.workflows.export import known_labels, require_finished
+from experiments.workflows.export import known_labels, require_trained
 from experiments.workflows.model_card import card
 from experiments.workflows.saved_tokenizer import run_rows, save_tokenizer
 from finetune.adapters.adapter import WEIGHTS
@@ -79,7 +79,7 @@ def _merge(path: Path, out: Path, check: Check, wanted: Dtype) -> dict[str, Any]
     from finetune.adapters.merge import NotByFiles
 
     recipe = resume_recipe(path).recipe
-    require_finished(path, recipe)
+    require_trained(path, recipe)
     if recipe.adapter.soft_tokens is not None:
         instead = "take `flatshift export`" if recipe.adapter.projector is None else "use the adapter as it is"
         raise UserError(f"{path}: soft tokens change no weights, so they cannot be merged; {instead}")
