@@ -83,6 +83,7 @@ from experiments.workflows.run_parts import (
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
+from finetune.data.encoding import closing_tokens
 from finetune.data.files import describe
 from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
@@ -173,6 +174,9 @@ def train(
 def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     """What the run reads, and what it learnt of that beside its weights; the backbone is to be added."""
     manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}, **learnt_record(prepared)}
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    length = recipe.train.max_length
+    manifest["ends"] = closing_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.writes else {}
     if (template := recipe.task.template_record()) is not None:
         manifest["chat_template"] = template
     if prepared.mixture is not None:
