@@ -21,8 +21,8 @@ from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.folder_check import compare, expected
 from experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
-from experiments.workflows.initial_adapter import check_run
 from experiments.workflows.model_card import card, own_name, published_name
+from experiments.workflows.run_parts import check_run, is_trained
 from experiments.workflows.saved_tokenizer import RunRows, run_rows, save_tokenizer
 from finetune.atomic import write_json, write_text
 from finetune.digests import DONE, digest
@@ -64,7 +64,7 @@ def _export(
     from finetune.adapters.adapter import read_adapter, require_saved
 
     recipe = resume_recipe(path).recipe
-    require_finished(path, recipe)
+    require_trained(path, recipe)
     own = _own(path, recipe, alone=not add)
     tensors = read_adapter(path / "adapter")
     added = [_weighted(text, recipe) for text in add]
@@ -151,17 +151,17 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
         raise UserError(f"--add {text}: {number!r} is no weight; write DIR=0.5, or DIR alone for 1")
     saved = SavedAdapter.find(name, where="--add")
     run = saved.path.parent
-    if (run / RECIPE).is_file() and not (run / DONE).exists():
+    if (run / RECIPE).is_file() and not (run / DONE).exists() and not is_trained(run, resume_recipe(run).recipe):
         raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
     saved.require_backbone(open_backbone(recipe.backbone), where="--add")
     return saved, weight
 
 
-def require_finished(path: Path, recipe: Recipe) -> None:
-    """Raise UserError unless the run directory `path` has its adapter, its figures and the record of both, all as they
-    were, and its backbone as it was: what is handed on is verified."""
+def require_trained(path: Path, recipe: Recipe) -> None:
+    """Raise UserError unless the run directory `path` has the adapter of all its updates, as it was left, and its
+    backbone as it was: what is handed on is verified. A run that is not evaluated yet is said on stderr."""
     lacks = [name for name in ("adapter", "eval.json", DONE) if not (path / name).exists()]
-    if lacks:
+    if lacks and not is_trained(path, recipe):
         raise UserError(
             f"{path} is not finished, it has no {lacks[0]}; finish it with `flatshift train --resume {path}`, or "
             "restore that"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
-from experiments.workflows.export import known_labels, require_finished, rows_in_reach
+from experiments.workflows.export import known_labels, require_trained, rows_in_reach
 from experiments.workflows.folder_check import Expected, compare, expected
 from experiments.workflows.generation_settings import all_ends, save_generation_settings, set_ends, trained_ends
 from experiments.workflows.model_card import card
@@ -64,8 +64,8 @@ def merge(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
 
 
 def require_foldable(path: Path, recipe: Recipe) -> None:
-    """Raise UserError unless the run in `path` is finished and has an adapter that weights can take in."""
-    require_finished(path, recipe)
+    """Raise UserError unless the run in `path` is trained and has an adapter that weights can take in."""
+    require_trained(path, recipe)
     if recipe.adapter.soft_tokens is not None:
         instead = "take `flatshift export`" if recipe.adapter.projector is None else "use the adapter as it is"
         raise UserError(f"{path}: soft tokens change no weights, so they cannot be merged; {instead}")
@@ -90,9 +90,7 @@ def merge_into(
     adapter = path / "adapter"
     rounding, worst = _merge_by_files(recipe, labels, adapter, folder, dtype, cast, list(ends.values()))
     tokenizer, tokenized = save_tokenizer(recipe, folder, rows=rows)
-    compared = compare(
-        wanted, recipe, labels, folder, ends=list(ends.values()), exact=dtype.itemsize >= 4
-    )
+    compared = compare(wanted, recipe, labels, folder, ends=list(ends.values()), exact=dtype.itemsize >= 4)
     result = {
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": recipe.train.quantization,
