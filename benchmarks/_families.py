@@ -39,8 +39,6 @@ class Family:
     """Of the recipe, by dotted key."""
     older: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json as the hub's checkpoints have them, and transformers no longer writes them."""
-    gguf: bool = True
-    """Whether llama.cpp's converter takes it with this tokenizer."""
 
 
 def _gemma3() -> dict[str, Any]:
@@ -60,24 +58,21 @@ FAMILIES = (
     Family("Qwen 3, both of a tied pair adapted", "Qwen3ForCausalLM",
            {**_GROUPED, **_PRIVATE, "tie_word_embeddings": True},
            settings={"adapter.targets": "[embed_tokens, lm_head, q_proj]"}),
-    Family("Gemma 3", "Gemma3ForCausalLM", {**_GROUPED, **_PRIVATE, "sliding_window": 16, "query_pre_attn_scalar": 16},
-           gguf=False),
-    Family("Gemma 3 with its vision tower", "Gemma3ForConditionalGeneration", {}, gguf=False),
-    Family("Phi 3", "Phi3ForCausalLM", _GROUPED, gguf=False),
+    Family("Gemma 3", "Gemma3ForCausalLM", {**_GROUPED, **_PRIVATE, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    Family("Gemma 3 with its vision tower", "Gemma3ForConditionalGeneration", {}),
+    Family("Phi 3", "Phi3ForCausalLM", _GROUPED),
     Family("GPT-2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
            older={"n_ctx": 128}),
     Family("GPT-NeoX (Pythia)", "GPTNeoXForCausalLM", {**_SIZES, "max_position_embeddings": 128},
            older={"rotary_pct": 0.25}),
     Family("OPT", "OPTForCausalLM", {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-           "max_position_embeddings": 128, "word_embed_proj_dim": 64}, settings={"task.pack": False}, gguf=False),
+           "max_position_embeddings": 128, "word_embed_proj_dim": 64}, settings={"task.pack": False}),
     Family("Mixtral, experts adapted", "MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}, settings=_EXPERTS),
     Family("Qwen 3 MoE, experts adapted", "Qwen3MoeForCausalLM", {**_GROUPED, **_PRIVATE, **_MOE}, settings=_EXPERTS),
     Family("T5", "T5ForConditionalGeneration", {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4},
-           task="seq2seq", gguf=False),
-    Family("BERT, classifier", "BertForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify",
-           gguf=False),
-    Family("RoBERTa, classifier", "RobertaForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify",
-           gguf=False),
+           task="seq2seq"),
+    Family("BERT, classifier", "BertForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify"),
+    Family("RoBERTa, classifier", "RobertaForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify"),
 )  # fmt: skip
 
 

@@ -66,8 +66,19 @@ def trained(directory: Path, task: Task, adapter: Adapter, out: Path) -> torch.n
         ("gpt2", LanguageModel(), Adapter(rank=3, bias="all"), 1),
         ("bert", Classify(), Adapter(rank=3), 1),
     ],
-    ids=["sharded", "head", "dora", "conv1d", "conv1d-dora", "tied-embedding", "tied-head", "tied-both",
-         "dora-embedding", "biases", "pooler"],
+    ids=[
+        "sharded",
+        "head",
+        "dora",
+        "conv1d",
+        "conv1d-dora",
+        "tied-embedding",
+        "tied-head",
+        "tied-both",
+        "dora-embedding",
+        "biases",
+        "pooler",
+    ],
 )
 def test_equal_to_a_merge_in_memory(tmp_path: Path, kind: str, task: Task, adapter: Adapter, files: int) -> None:
     source, saved, out = tmp_path / "source", tmp_path / "adapter", tmp_path / "out"
