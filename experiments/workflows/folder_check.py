@@ -107,7 +107,7 @@ def expected(
     with scratch("flatshift-check-") as work:
         import torch
 
-        tensors, count = {}, 0
+        tensors, count = dict[str, Any](), 0
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 logits = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.float().cpu()
@@ -326,9 +326,9 @@ def _reference(
         decoder_start=start,
     )
     for place, answer in answers:
-        one = found[roomy[place]]
-        one |= {"answer": answer.ids, "ended": answer.ended, "most": most}
-        one["margins"] = _margins(model, one["ids"], answer.ids, start)
+        asked = found[roomy[place]]
+        asked |= {"answer": answer.ids, "ended": answer.ended, "most": most}
+        asked["margins"] = _margins(model, asked["ids"], answer.ids, start)
     return sorted(found, key=lambda one: "answer" not in one)
 
 

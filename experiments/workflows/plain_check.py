@@ -127,9 +127,10 @@ def offloaded(model: Any) -> Callable[[str], Any]:
     for name, module in model.named_modules():
         hooks = getattr(module, "_hf_hook", None)
         for hook in getattr(hooks, "hooks", (hooks,)):
-            if getattr(hook, "weights_map", None) is not None:
+            weights = getattr(hook, "weights_map", None)
+            if weights is not None:
                 prefix = f"{name}." if name else ""
-                places |= {prefix + leaf: (hook.weights_map, leaf) for leaf in module._parameters}
+                places |= {prefix + leaf: (weights, leaf) for leaf in module._parameters}
     remove_hook_from_module(model, recurse=True)
     del model.hf_device_map
     for module in model.modules():
