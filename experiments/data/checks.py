@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.data.sources import SPLITS, Split, parts_of
+from experiments.data.holdout import SPLITS, Split, folded
+from experiments.data.sources import parts_of
 from experiments.recipe.config import Recipe
 from finetune.config import DataChecks
 from finetune.data.columns import Examples
@@ -39,11 +39,6 @@ _TURN = {"role", "content", "weight", "from", "value"}
 
 Place = tuple[Split, int]
 """A split, and the number of an example in it."""
-
-
-def folded(text: str) -> str:
-    """The text in Unicode's form NFKC, with single blanks for white space."""
-    return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).split())
 
 
 @dataclass

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from experiments.data.checks import RowChecks
-from experiments.data.sources import SPLITS, Split, choose, parts_of, sets_apart
+from experiments.data.holdout import SPLITS, RowKeys, Split
+from experiments.data.sources import choose, parts_of, sets_apart
 from experiments.recipe.config import Recipe
 from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
@@ -218,10 +219,10 @@ def survey(recipe: Recipe) -> Survey:
     data, task = recipe.data, recipe.task
     parts = parts_of(data)
     wants_labels = task.has_classes and task.given_classes is None
-    apart = sets_apart(data)
+    keys = RowKeys() if sets_apart(data) else None
     limits = any(part.limit is not None for split in SPLITS for part in parts[split])
     targets = array("d") if task.has_targets else None
-    if not (wants_labels or apart or limits or targets is not None):
+    if not (wants_labels or keys is not None or limits or targets is not None):
         return Survey(dict.fromkeys(SPLITS), task.given_classes)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
@@ -231,13 +232,15 @@ def survey(recipe: Recipe) -> Survey:
             counts[split].append(0)
             for row in part.rows(data, task, skipped):
                 counts[split][-1] += 1
+                if split == "train" and keys is not None:
+                    keys.add(row, part.columns)
                 if split == "train" and targets is not None:
                     targets.append(row.values["label"])
                 elif split == "train":
                     labels.update(classes_of((row,)))
             if not counts[split][-1]:
                 part.refuse_none(skipped)
-    chosen = choose(data, parts, counts, recipe.train.seed)
+    chosen = choose(data, parts, counts, recipe.train.seed, keys)
     routes: dict[Split, np.ndarray | None] = {}
     for split in SPLITS:
         routes[split] = np.zeros(sum(counts[split]), dtype=np.uint8)
@@ -380,7 +383,7 @@ def _code_files() -> list[Path]:
     return [
         *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
         *map(Path, single),
-        *(here / name for name in ("checks.py", "encode.py", "sources.py", "splits.py")),
+        *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
     ]
 
 

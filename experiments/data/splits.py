@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.data.checks import Finding, RowChecks, class_counts, class_line, findings, refuse
 from experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
+from experiments.data.holdout import SPLITS, RowKeys, Split
 from experiments.data.lengths import beyond_positions, check_answers
-from experiments.data.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
+from experiments.data.sources import Part, check_classes, check_ends, choose, mixture_of, parts_of, sets_apart
 from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
 from finetune.config import Columns
@@ -89,10 +90,13 @@ def read_splits(recipe: Recipe) -> SplitRows:
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
+    keys = RowKeys() if sets_apart(data) else None
     for split in SPLITS:
         for part in parts[split]:
             before = len(skipped)
             found = list(part.rows(data, task, skipped))
+            for row in found if keys is not None and split == "train" else ():
+                keys.add(row, part.columns)
             if not found:
                 part.refuse_none(skipped[before:])
             rows[split] += found
@@ -100,7 +104,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
         records = records or len(rows["train"]) + len(skipped)
     train = rows["train"]
     names = task.class_names(train)
-    chosen = choose(data, parts, counts, recipe.train.seed)
+    chosen = choose(data, parts, counts, recipe.train.seed, keys)
     held: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     for split in SPLITS[1:]:
         if split in chosen.own:

@@ -106,6 +106,9 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             known, shown = nearest(str(tree.value), map(str, words)), shortened(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
                 raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list, as [{shown}]")
+        if {int, float} <= set(options):
+            whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
+            options = [int if whole else float]
     return _plain(options[0], tree, path, origins)
 
 
@@ -159,6 +162,8 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             raise UserError(f"{tree.where}: {path} must be a mapping, got {_shown(tree)}")
         value_hint = typing.get_args(hint)[1]
         origins[path] = tree.where
+        if value_hint is Any:
+            return _python(tree)
         return {key: _value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
     if hint is tuple:
         return _plain(tuple[Any, ...], tree, path, origins)
@@ -176,6 +181,15 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             )
         return tree.value
     return _scalar(hint, tree, path)
+
+
+def _python(tree: Tree) -> Any:
+    """What a tree holds as plain values."""
+    if isinstance(tree, Leaf):
+        return tree.value
+    if isinstance(tree, Items):
+        return [_python(item) for item in tree.items]
+    return {key: _python(child) for key, child in tree.children.items()}
 
 
 def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:

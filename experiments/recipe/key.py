@@ -25,6 +25,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("task", "metrics"): (),
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
+    ("columns", "system"): "system",
     ("hygiene", "drops"): (),
 }
 """(block, key) → default, where later versions added keys whose default is not null; at it they name no other run."""

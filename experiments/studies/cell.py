@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from experiments.workflows.context import Probe
 
 _DONE = Path("stages", "fine-tune", "done.json")
+_TRAINING_ROWS = 1000
+"""That are judged of a cell whose recipe does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,9 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     from experiments.workflows.run_parts import recipe_inputs
 
     resolved = settled(resolved)
+    if resolved.recipe.eval.train_limit is None:
+        judged = dataclasses.replace(resolved.recipe.eval, train_limit=_TRAINING_ROWS)
+        resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=judged))
     digests = [file_digest(path) for path in recipe_inputs(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)
     digests += settings_digests(resolved.recipe)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.splits import learnt
+from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -211,7 +212,7 @@ def predict_from_run(
     with owned(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        wanted = bad_rows or finished_recipe(path, overrides).data.bad_rows
+        wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
         total = sum(entry["rows"] for entry in inputs)

@@ -481,6 +481,36 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return suffix[0] if suffix else None
 
 
+_ENDS_OF = 2000
+"""Samples that are looked at for the tokens that end an answer."""
+
+
+def closing_tokens(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, *, max_length: int
+) -> dict[str, int]:
+    """The tokens that training supervised as the end of a sample's (last) answer, by how they are written.
+
+    White space behind it aside, that is the last supervised token where it is the end of sequence or an added token.
+    A sample that fills `max_length` was perhaps cut, and says nothing.
+    """
+    added = set(tokenizer.added_tokens_decoder) | {end_token(tokenizer)}
+    blank: dict[int, bool] = {}
+    found: Counter[int] = Counter()
+    for place in range(0, len(examples), -(-len(examples) // _ENDS_OF) or 1):
+        labels = examples[place].labels
+        if not isinstance(labels, list) or len(labels) >= max_length:
+            continue
+        for token in reversed(labels):
+            if token == IGNORE:
+                continue
+            if token in added:
+                found[token] += 1
+                break
+            if not blank.setdefault(token, not str(tokenizer.decode([token])).strip()):
+                break
+    return {str(tokenizer.convert_ids_to_tokens(token)): token for token in sorted(found)}
+
+
 def _runs(tokenizer: PreTrainedTokenizerBase, *texts: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Special tokens before, between and after the content of an encoded text or pair."""
     encoded = tokenizer(*texts, return_special_tokens_mask=True)

@@ -71,6 +71,8 @@ class Question:
     ids: list[int]
     stop: int | None = None
     """The token that ends the answer, beside the end of sequence."""
+    lead: str = ""
+    """What a chat template writes between the prompt and an answer's own words, such as a blank."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,11 @@ class PreferenceEncoder:
                 continue
             known[row.where] = (len(turns), desirable)
             talks += [
-                Row({"messages": each, "tools": row.values.get("tools")}, f"{row.id}", f"{row.where}#{k}")
+                Row(
+                    {"messages": each, **{name: row.values.get(name) for name in ("tools", "system")}},
+                    f"{row.id}",
+                    f"{row.where}#{k}",
+                )
                 for k, each in enumerate(turns)
             ]
         encoded = self._chat.add(talks)

@@ -25,6 +25,8 @@ class Flags:
 
     runs: Positional[tuple[Path, ...]]
     """Run directories."""
+    system: str | None = None
+    """System turn of every conversation; by default the runs' own `task.system`."""
     max_new_tokens: int | None = None
     """Longest answer, tokens; by default the task's own, else 64."""
     temperature: float | None = None
@@ -44,7 +46,10 @@ def run(argv: list[str]) -> int:
 
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
     runs = WritingRuns(flags.runs, overrides=overrides)
-    name, turns, count = runs.names[0], list[dict[str, str]](), 0
+    if flags.system is not None:
+        runs.check_system()
+    first = [] if flags.system is None else [{"role": "system", "content": flags.system}]
+    name, turns, count = runs.names[0], list[dict[str, str]](first), 0
     given = {key: getattr(flags, key) for key in ("max_new_tokens", "temperature", "top_p")}
     decoding: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     print(f"{', '.join(runs.names)}; {_HELP}", file=sys.stderr)
@@ -55,11 +60,11 @@ def run(argv: list[str]) -> int:
         if word == "/quit":
             break
         if word == "/new":
-            turns = []
+            turns = first
         elif word == "/runs":
             print("\n".join(runs.names))
         elif word == "/use" and rest.strip() in runs.names:
-            name, turns = rest.strip(), []
+            name, turns = rest.strip(), first
         elif word.startswith("/"):
             print(f"{line}: not a command here, or no run of that name; {_HELP}", file=sys.stderr)
         else:
