@@ -21,6 +21,7 @@ from experiments.recipe.config import Recipe
 from finetune.config import DataChecks
 from finetune.data.columns import Examples
 from finetune.data.example import Encoded, Example
+from finetune.data.preference import CHOSEN, REJECTED
 from finetune.data.rows import FORMS, PROMPTS, Row
 from finetune.errors import UserError, shortened
 from finetune.seeds import derive
@@ -34,6 +35,8 @@ _SHOWN = 12
 """Classes, columns or keys in one sentence."""
 _SHORTEST = 8
 """Characters of a prompt from which an answer that begins with it repeats it."""
+_CONTEXT = ("text2", "tools", "system")
+"""Columns that a row may have beside its prompt; other optional ones are answers."""
 _TURN = {"role", "content", "weight", "from", "value"}
 """Keys by which every turn is read."""
 
@@ -84,8 +87,8 @@ class RowChecks:
         task, projector = recipe.task, recipe.adapter.projector
         self._prompt, optional = task.prompt_columns(), task.optional_columns()
         own = tuple(name for name in task.columns() if name not in self._prompt)
-        self._read = self._prompt if task.by_answer else (*self._prompt, *optional)
-        self._answers = (*own, *optional) if task.by_answer else own
+        self._read = (*self._prompt, *(name for name in optional if name in _CONTEXT))
+        self._answers = (*own, *(name for name in optional if name not in _CONTEXT))
         self._all = (*self._read, *self._answers)
         self._parts = parts_of(recipe.data)
         self._features = None if projector is None else projector.features
@@ -120,7 +123,8 @@ class RowChecks:
             if self.settings.unread != "off":
                 self._look_for_unread(row, place, part, encoder)
         if self._near is not None:
-            self._near.add(split, [" ".join(_texts(row, self._read)) for row in usable])
+            names = self._read if self.task.by_example else self._all
+            self._near.add(split, [" ".join(_texts(row, names)) for row in usable])
 
     def _row(self, row: Row, place: Place) -> None:
         read, answers = ([folded(text) for text in _texts(row, names)] for names in (self._read, self._answers))
@@ -131,7 +135,7 @@ class RowChecks:
             label = None if row.id in self._wrong else row.values.get("label")
             held.texts.append(hash(tuple(read)))
             held.labels.append(-1 if label is None else self._labels.setdefault(label, len(self._labels)))
-        if self.task.by_answer and len(answers) == 2 and answers[0] == answers[1]:
+        if self.task.by_answer and _same(row.values.get(CHOSEN), row.values.get(REJECTED)):
             self._found("same_answers").add(place)
         if self._repeats(row, answers):
             self._found("repeated_prompts").add(place)
@@ -291,6 +295,11 @@ def _leaves(value: Any) -> Iterator[str]:
             yield from _leaves(one)
     elif value is not None:
         yield str(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two answers, texts or turns, say the same."""
+    return one is not None and [folded(text) for text in _leaves(one)] == [folded(text) for text in _leaves(other)]
 
 
 def _turns(value: Any) -> Iterator[Mapping[str, Any]]:

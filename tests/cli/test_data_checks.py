@@ -96,7 +96,7 @@ CASES: dict[str, tuple[Any, list[str], dict[str, str]]] = {
     ),
     "chat": (
         _talked,
-        ["--task.template", "plain"],
+        [],
         {
             "copies": "1 of 1 test rows are training rows: TEST:1 and TRAIN:1",
             "control_tokens": "2 of 9 rows have special tokens written out in their text, 1 of them in what is "
@@ -199,6 +199,45 @@ def test_copies_are_refused_unasked_above_a_tenth(folder, tmp_path, capsys) -> N
     assert "1 of 16 test rows are training rows" in capsys.readouterr().err
 
 
+def test_what_the_cells_of_a_sweep_find_is_said_once_and_what_is_refused_fails_them(folder, tmp_path, capsys) -> None:
+    files = ["--data.train.files", str(folder / "classify-train.jsonl"), "--data.test.files"]
+    cells = ["--grid", "adapter.rank=1,2", "--seeds", "2", "--jobs", "1", "--stack", "2"]
+    given = [*files, str(folder / "classify-test.jsonl"), *CASES["classify"][1], *SMALL, *cells]
+    assert run(["sweep", "classify", "--out", str(tmp_path / "some"), *given]) == 0
+    console = capsys.readouterr().err
+    for kind in ("copies", "conflicts", "class_names", "empty_classes", "unread"):
+        assert console.count(f"data: {_said('classify', folder)[kind]}") == 1
+    assert "data: 7 classes, with" in next((tmp_path / "some" / "cells").glob("*/log.txt")).read_text()
+    assert run(["sweep", "classify", "--out", str(tmp_path / "none"), *given, "--data.checks.unread", "refuse"]) == 1
+    assert "4 cells diverged or failed" in (said := capsys.readouterr().err) and "set data.checks.unread: warn" in said
+
+
+def test_streamed_cached_and_resumed_rows_have_the_same_findings(folder, tmp_path, monkeypatch, capsys) -> None:
+    from experiments.data import encode, splits
+
+    def lines() -> list[str]:
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]
+
+    more = ["--data.cache", str(tmp_path / "cache")]
+    known = _train(folder, "classify", tmp_path / "memory", near="warn"), lines()
+    monkeypatch.setattr(encode, "IN_MEMORY", 0)
+    monkeypatch.setitem(CASES, "classify", (CASES["classify"][0], [*CASES["classify"][1], *more], {}))
+    assert known == (_train(folder, "classify", tmp_path / "streamed", near="warn"), lines())
+    monkeypatch.setattr(splits, "encode_rows", None)
+    assert known == (_train(folder, "classify", tmp_path / "cached", near="warn"), lines())
+    assert _train(folder, "classify", tmp_path / "run", near="warn", most=0, copies="refuse") == 2
+    assert run(["train", "--resume", str(tmp_path / "cached"), "--train.steps", "2"]) == 0
+    assert lines() == known[1]
+
+
+def test_noise_is_no_conflict(tmp_path, capsys) -> None:
+    twice = [{"text": f"Pump {i // 2}.", "label": "ab"[i % 4 // 2]} for i in range(40)]
+    file = write_jsonl(tmp_path / "twice.jsonl", twice)
+    command = ["train", "classify", "--data.train.files", str(file), "--data.test.files", "[]", *SMALL]
+    assert run([*command, "--out", str(tmp_path / "run"), "--data.label_noise", "0.3"]) == 0
+    assert "several classes" not in capsys.readouterr().err
+
+
 EMPTY = {
     "classify": ({"text": " \n\t", "label": "order"}, [], "the text is empty"),
     "regress": ({"text": "", "label": 1.5}, ["--task.kind", "regress"], "the text is empty"),
@@ -210,7 +249,7 @@ EMPTY = {
     "preference": ({"prompt": " ", "chosen": "a", "rejected": "b"}, [], "the prompt is empty"),
     "preferred": ({"prompt": "a", "chosen": " \n", "rejected": "b"}, [], "an answer is empty"),
     "chat": ({"messages": [{"role": "user", "content": " "}, {"role": "assistant", "content": "a"}]},
-             ["--task.template", "plain"], "turn 1 of the user is empty"),
+             [], "turn 1 of the user is empty"),
 }  # fmt: skip
 RECIPES = {"regress": "classify", "masked-lm": "language-model", "completion": "language-model",
            "completed": "language-model", "preferred": "preference"}  # fmt: skip
