@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from finetune.errors import STOP_SIGNALS, Interrupted
+from finetune.errors import STOP_SIGNALS, Interrupted, printable
 from finetune.figures import per_second
 
 Draw = Callable[..., Path]
@@ -121,10 +121,10 @@ class Console:
         """Print the lines `short`, or where `verbose` all of `whole`, which the log has in any case."""
         if self.log is not None:
             for line in whole:
-                self.log(line)
+                self.log(printable(line))
         for line in () if self.quiet else whole if self.verbose else short:
             _Output.last = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
 
     @contextmanager
     def task(self, label: str, total: int, unit: str = "", *, brief: bool = False) -> Iterator[Bar]:

@@ -40,7 +40,7 @@ from experiments.workflows.evaluation_document import Findings, document_of, fla
 from experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
 from experiments.workflows.generate import adapted_recipe
 from experiments.workflows.run_parts import check_run
-from experiments.workflows.samples import Kept, Sampling, figures_of, records, write_samples
+from experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
 from experiments.workflows.subjects import Adapted, Subject, subjects_of
 from finetune.atomic import replacing_directory, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
@@ -155,6 +155,8 @@ def _judged(
                 f"{subject.name} has other dev or test rows than {subjects[order[0]].name}; give --data FILE to judge "
                 "them on the same rows"
             )
+        if how.sampling is not None and not splits:
+            check_rows([row for part in rows.values() for row in part], how.sampling)
         splits = splits or rows
         console.say(f"judging {subject.name}")
         _judge_one(subject, rows, adapted, found, how, console)

@@ -377,7 +377,7 @@ def streamed(
     model: Any = get_peft_model(skeleton, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
     tensors = read_adapter(adapter)
     with torch.no_grad():
-        for full, parameter in model.named_parameters():
+        for full, _ in model.named_parameters():
             name = canonical(full)
             if name in tensors and ".original_module." not in full:
                 owner, _, leaf = full.rpartition(".")

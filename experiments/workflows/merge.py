@@ -90,9 +90,7 @@ def merge_into(
     adapter = path / "adapter"
     rounding, worst = _merge_by_files(recipe, labels, adapter, folder, dtype, cast, list(ends.values()))
     tokenizer, tokenized = save_tokenizer(recipe, folder, rows=rows)
-    compared = compare(
-        wanted, recipe, labels, folder, ends=list(ends.values()), exact=dtype.itemsize >= 4
-    )
+    compared = compare(wanted, recipe, labels, folder, ends=list(ends.values()), exact=dtype.itemsize >= 4)
     result = {
         "dtype": str(dtype).removeprefix("torch."),
         "quantization": recipe.train.quantization,

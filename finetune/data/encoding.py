@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ..tasks import Objective, Task
 
 _CHUNK = 1024
+_CHARACTERS = 1 << 14
+"""Of a long text, that are tokenised at least."""
 _Each = TypeVar("_Each")
 
 
@@ -124,6 +126,8 @@ class LeftOut:
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     """Of those that are cut or left out, the tokens that each would have whole."""
+    at_least: int | None = None
+    """From where on these are least numbers (`Encoder.within`); None: all are exact."""
 
     def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
         """These examples with what was lost on the way to them."""
@@ -136,6 +140,7 @@ class LeftOut:
             self.cut_answers,
             lost_prompts=self.lost_prompts,
             lengths=self.lengths,
+            at_least=self.at_least,
         )
 
     def bad(self, row: Row, reason: str) -> None:
@@ -176,6 +181,8 @@ class Losses:
     cut_answers: int = 0
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
+    at_least: int | None = None
+    """As of `LeftOut`."""
 
     def add(self, encoded: Encoded) -> None:
         """Count a chunk."""
@@ -185,6 +192,8 @@ class Losses:
         self.cut_answers += encoded.cut_answers
         self.lost_prompts += encoded.lost_prompts
         self.lengths.update(encoded.lengths)
+        if encoded.at_least is not None:
+            self.at_least = min(self.at_least or encoded.at_least, encoded.at_least)
 
     def refuse(self, task: Task, train: Train) -> None:
         """Raise UserError if more was lost than `train.max_dropped`, `task.max_truncated` and `train.max_cut` allow."""
@@ -223,8 +232,11 @@ class Losses:
         for length, count in sorted(self.lengths.items()):
             missing -= count
             if missing <= 0 < missing + count:
-                return f"{length:,} tokens would hold 99 % of them whole"
-        return f"{max(self.lengths):,} tokens would hold all of them whole"
+                return f"{self._or_more(length)} tokens would hold 99 % of them whole"
+        return f"{self._or_more(max(self.lengths))} tokens would hold all of them whole"
+
+    def _or_more(self, length: int) -> str:
+        return f"{length:,}" if self.at_least is None or length < self.at_least else f"at least {length:,}"
 
 
 Made = tuple[Example | str, Cut]
@@ -357,11 +369,12 @@ class Encoder:
                 yield row
 
     def _texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, Cut]]:
-        firsts = self.tokens([row.values["text"] for row in rows])["input_ids"]
+        firsts = self.tokens(self.within((row.values["text"] for row in rows), left=self.left))["input_ids"]
         paired = [i for i, row in enumerate(rows) if row.values.get("text2") is not None]
         seconds: dict[int, list[int]] = {}
         if paired:
-            ids = self.tokens([rows[i].values["text2"] for i in paired])["input_ids"]
+            texts = self.within((rows[i].values["text2"] for i in paired), left=self.left)
+            ids = self.tokens(texts)["input_ids"]
             seconds = dict(zip(paired, ids, strict=True))
         return [self._text(a, seconds.get(i)) for i, a in enumerate(firsts)]
 
@@ -383,6 +396,32 @@ class Encoder:
     def tokens(self, texts: list[str]) -> Any:
         """The tokenizer's batch of the texts alone, without special tokens."""
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+
+    def within(self, texts: Iterable[str], *, left: bool = False) -> list[str]:
+        """The texts; of one that is far longer than a row, as much of its begin (left: of its end) as a row may hold.
+
+        A text of megabytes costs 200 bytes of memory a character, for tokens that nobody keeps. What is left of it has
+        more than `max_length` tokens, and those that a row may hold are the whole text's: they stay the same where
+        twice as much of it is tokenised. So its length, as `Cut.needs`, is then a least one.
+        """
+        return [self._within(text, left) if len(text) > 4 * self._room else text for text in texts]
+
+    @property
+    def _room(self) -> int:
+        """Characters that are looked at first: as many as most rows need many times over."""
+        return max(_CHARACTERS, 32 * self.max_length)
+
+    def _within(self, text: str, left: bool) -> str:
+        size, before = self._room, None
+        while 2 * size < len(text):
+            part = text[-size:] if left else text[:size]
+            ids = list(self.tokens([part])["input_ids"][0])
+            held = shortened(ids, self.max_length + 1, left=left)
+            if before is not None and held == before[1] and len(held) > self.max_length:
+                self.rest.at_least = min(self.rest.at_least or len(before[2]), len(before[2]))
+                return before[0]
+            before, size = (part, held, ids), 2 * size
+        return text
 
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Cut]:
         """The tokenizer's template around `ids`, closed by `end`, and what the ids lost to fit."""

@@ -112,6 +112,7 @@ class PreferenceEncoder:
                              "give files of one kind")  # fmt: skip
                 elif not (cut and rest.long(row, cut)):
                     examples.append(example)
+        rest.at_least = self._text.rest.at_least
         return rest.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
@@ -154,6 +155,11 @@ class PreferenceEncoder:
                 filled.append(([prompt.fill(row), *texts], desirable))
             except ValueError as error:
                 filled.append(str(error))
+        to = self._text
+        filled = [
+            one if isinstance(one, str) else ([*to.within(one[0][:1], left=to.left), *to.within(one[0][1:])], one[1])
+            for one in filled
+        ]
         flat = [text for one in filled if not isinstance(one, str) for text in one[0]]
         batch = self._text.tokens(flat) if flat else {"input_ids": []}
         made: list[tuple[Example, Cut] | str] = []

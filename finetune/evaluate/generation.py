@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
+_COLDEST = 1e-4
+"""Below it logits over the temperature leave float32."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
     """How the next token is chosen. Greedy by default."""
@@ -51,6 +55,8 @@ class Decoding:
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), temperature=(0, None), num_beams=(1, None), top_k=(1, None))
         check_bounds(self, top_p=(0, 1), seed=(0, 2**63 - 1))
+        if 0 < self.temperature < _COLDEST:
+            raise ValueError(f"temperature must be 0, for no draw, or at least {_COLDEST}, got {self.temperature}")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             name = "top_p" if self.top_p is not None else "top_k"
             raise ValueError(f"{name} limits draws, and there are none at temperature 0; set temperature, or leave it")

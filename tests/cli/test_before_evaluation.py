@@ -1,5 +1,5 @@
-"""A run that is stopped in its evaluation: what takes its adapter all the same, what is kept of the evaluation, and what
-a resumed run may evaluate, or train, otherwise."""
+"""A run that is stopped in its evaluation: what takes its adapter all the same, what is kept of the evaluation, and
+what a resumed run may evaluate, or train, otherwise."""
 
 from __future__ import annotations
 
