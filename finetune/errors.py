@@ -110,6 +110,17 @@ def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
 
 
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys and nobody sees: control characters but for tabs and line ends, orders to write in the other
+direction, and halves of surrogate pairs, which no terminal takes."""
+
+
+def printable(text: str) -> str:
+    """`text` of a user's file, a name or a model as a terminal may have it: what would steer it is escaped as in JSON,
+    `\\u001b`, so that JSON stays what it was."""
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
 def sentence(text: str, most: int = SENTENCE) -> str:
     """`text` on one line of at most `most` characters, control characters escaped.
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
-from experiments.data.sources import Split, judged_train
+from experiments.data.holdout import Split
+from experiments.data.sources import judged_train
 from experiments.recipe.config import Recipe
 from finetune.data.columns import Examples
 from finetune.data.example import Example

@@ -17,6 +17,8 @@ _LONG_WORD = 200
 """Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
 _RETIRED = ("quality",)
 """Keys of a recipe that the resolved ones of earlier runs still name, as null."""
+_MAY_BE_EMPTY = ("prompt", "system", "prefix")
+"""Texts that go before others, where nothing is something to say."""
 _ROOM = 160
 """Characters for a list of what is known."""
 
@@ -49,6 +51,10 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
                 continue
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
         values[names[key]] = _value(hints[names[key]], child, _join(path, key), origins)
+    for field in dataclasses.fields(cls):
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.where}: {_join(path, key_of(field.name))} is missing; it has no default")
+    _refuse_nothing(cls, values, tree, path)
     try:
         return cls(**values)
     except ValueError as error:
@@ -67,6 +73,15 @@ def _hints(cls: type) -> dict[str, Any]:
 def _names(cls: type) -> dict[str, str]:
     """Keys of a class's settings, and the fields they fill."""
     return {key_of(f.name): f.name for f in dataclasses.fields(cls)}
+
+
+def _refuse_nothing(cls: type, values: dict[str, Any], tree: Branch, path: str) -> None:
+    """Raise UserError for a setting that is an empty text and has another default."""
+    for field in dataclasses.fields(cls):
+        value, key = values.get(field.name), key_of(field.name)
+        if key not in _MAY_BE_EMPTY and field.default != "" and (value == "" or (type(value) is tuple and "" in value)):
+            where = tree.keys.get(key, tree.where)
+            raise UserError(f"{where}: {_join(path, key)} cannot be ''; give it a value, or leave it out")
 
 
 def _join(path: str, key: str) -> str:
@@ -106,6 +121,9 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             known, shown = nearest(str(tree.value), map(str, words)), shortened(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
                 raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list, as [{shown}]")
+        if {int, float} <= set(options):
+            whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
+            options = [int if whole else float]
     return _plain(options[0], tree, path, origins)
 
 

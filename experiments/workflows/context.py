@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,6 +61,10 @@ class RunContext:
     probe: Probe | None = None
     lay_out: LayOut = lay_out
     """Gives the model of a stage."""
+
+    def watch(self, label: str, rows: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Follow an evaluation on the console; it ends at the first batch after a signal to stop, on all ranks."""
+        return self.console.evaluating(label, rows, stop=lambda: self.world.any(self.stop()))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.splits import learnt
+from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -36,6 +37,7 @@ from finetune.run_directory import disk_full_interrupts
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
+_PART_FILES = "part-*.jsonl"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
@@ -211,7 +213,7 @@ def predict_from_run(
     with owned(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        wanted = bad_rows or finished_recipe(path, overrides).data.bad_rows
+        wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
         total = sum(entry["rows"] for entry in inputs)
@@ -231,12 +233,16 @@ def predict_from_run(
                 skipped=skipped,
                 label=lambda value: None,
             )
-            with console.task("predicting", total, "rows") as bar:
-                done = _parts(predictor, rows, parts, bar, console)
+            try:
+                with console.task("predicting", total, "rows") as bar:
+                    done = _parts(predictor, rows, parts, bar, console)
+            finally:
+                if not any(parts.glob(_PART_FILES)):
+                    shutil.rmtree(parts, ignore_errors=True)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
             with replacing(out) as temporary:
-                _assemble(sorted(parts.glob("part-*.jsonl")), temporary, out.suffix)
+                _assemble(sorted(parts.glob(_PART_FILES)), temporary, out.suffix)
             shutil.rmtree(parts)
         if skipped := [*skipped, *predictor.skipped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
@@ -249,7 +255,7 @@ def predict_from_run(
 def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
     """The directory of parts is of this call, or new. Raises UserError if it is of another one."""
     note = parts / "asked.json"
-    if not note.is_file():
+    if not any(parts.glob(_PART_FILES)):  # a call that was refused at its first rows holds nothing
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_json(note, dict(asked))

@@ -94,6 +94,8 @@ class Encoded:
     """Of the truncated samples those that lost their whole prompt (completion)."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Of the truncated and dropped samples, the tokens that each would have whole."""
+    at_least: int | None = None
+    """From where on these are least numbers, of texts that were not tokenised to their end; None: all are exact."""
     notes: tuple[str, ...] = ()
     """What else there is to know before the first step, a sentence each."""
 

@@ -24,7 +24,7 @@ from ..config import Columns
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .files import expand
-from .formats import BrokenFile, Record, has_half_pair, records
+from .formats import LONGEST_LINE, BrokenFile, Record, has_half_pair, records
 from .remote import DataFile
 
 _Any = TypeVar("_Any")
@@ -296,6 +296,8 @@ class _Reader:
             if name not in self.required:
                 return value
             raise ValueError(f"column {own!r} is a {type(value).__name__}, not text")
+        if len(value) > LONGEST_LINE:
+            raise ValueError(f"column {own!r} has {len(value):,} characters, more than {LONGEST_LINE:,}; cut the text")
         _refuse_half_pair(value, own)
         return value
 

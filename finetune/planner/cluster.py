@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..atomic import read_object
 from ..config import Adapter
 from ..errors import UserError
 from .calibration import kept
@@ -137,7 +137,8 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
     if path.is_dir() and (path / "config.json").is_file():
         if any(path.glob("*.safetensors")):
             return Sizes.read(path, adapter)
-        return _of_config(json.loads((path / "config.json").read_text(encoding="utf-8")), adapter, str(path))
+        config = read_object(path / "config.json", fix="name a model's folder or its config.json")
+        return _of_config(config, adapter, str(path))
     if key in KNOWN and maker in _MAKERS:  # anybody else's model of that name may have another shape
         return _of_config(dict(KNOWN[key]), adapter, name)
     if path.is_file():
@@ -158,12 +159,15 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
+    from ..models.backbone import check_sizes
+
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise UserError(f"{where}: config.json names no model_type that transformers knows ({kind!r})")
     try:
         made = transformers.CONFIG_MAPPING[kind].from_dict(config)
         inner = made.get_text_config()
+        check_sizes(made, Path(where) / "config.json")
         written = {**config, **(config.get("text_config") or {})}
         lacks = [
             name
@@ -182,6 +186,8 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
         raise UserError(
             f"{where}: its config.json does not describe a model ({error.__cause__ or error}){hint}"
         ) from None
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
         raise UserError(f"{where}: its config.json does not describe a model ({str(error).splitlines()[0]})") from None
     if lacks:

@@ -100,7 +100,7 @@ def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
     from ..data.example import Example
     from ..data.masking import SPECIAL
 
-    batch = to.tokens([row.values["text"] for row in rows])
+    batch = to.tokens(to.within((row.values["text"] for row in rows), left=to.left))
     prefix, suffix = to.specials.prefix, to.specials.suffix
     room = to.max_length - len(prefix) - len(suffix)
     special = set(to.tokenizer.all_special_ids)

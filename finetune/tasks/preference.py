@@ -104,6 +104,8 @@ class Preference(Templated):
                 raise ValueError(f"{name} is of loss: {' or '.join(losses)}, and loss is {self.loss}{hint}")
         check_bounds(self, beta=(1e-6, 1e6), gamma=(0, None), odds_weight=(0, None), max_truncated=(0, 1))
         check_bounds(self, label_smoothing=(0, 0.499), desirable_weight=(0, None), undesirable_weight=(0, None))
+        if "{answer}" not in self.answer:
+            raise ValueError(f"answer needs the place {{answer}}: by {self.answer!r} both answers would be the same")
         own = {name: getattr(self, name) for name in ("template", "template_arguments", "system", "date")}
         if not self.chat and (named := [name for name, value in own.items() if value not in (None, "auto")]):
             raise ValueError(f"{named[0]} is of conversations; set chat: true, or leave it out")

@@ -87,7 +87,8 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
         assert row["reward_margin"] == pytest.approx(row["chosen_reward"] - row["rejected_reward"], abs=1e-9)
         assert row["preferred"] == ("chosen" if row["reward_margin"] > 0 else "rejected")
     (same,) = Run(out).predict([{"question": "It rains.", "chosen": " Wet.", "rejected": " 0"}])
-    assert same["reward_margin"] == pytest.approx(found[0]["reward_margin"], abs=1e-6)
+    # Alone and in a batch: a margin is beta = .1 times four float32 log-probabilities of some 20 nats, each to 1e-5.
+    assert same["reward_margin"] == pytest.approx(found[0]["reward_margin"], abs=0.1 * 4 * 20 * 1e-6)
     with pytest.raises(UserError, match="row 1: no column 'chosen'"):
         Run(out).predict([{"prompt": "It rains.", "rejected": " 0"}])
 

@@ -161,7 +161,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_epochs_are_counted_from_the_recipes_own_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_are_counted_from_the_recipes_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "classify", "--train.epochs", "2", "--gpus", "1xT4", "--json"]
     assert run(words) == 0
     found = json.loads(capsys.readouterr().out)
@@ -169,8 +169,14 @@ def test_epochs_are_counted_from_the_recipes_own_files(capsys: pytest.CaptureFix
     update = best["batch_size"] * best["accumulate"]
     assert data["updates"] == -(-2 * data["rows"] // update) and data["tokens"] > data["rows"]
     assert found["hours"] == pytest.approx(data["updates"] * best["update_s"] / 3600, rel=0.02, abs=0.001)
-    assert run([*words, "--model", "llama-3.2-3b"]) == 2
-    assert "--model names another" in capsys.readouterr().err
+    assert run([*words, "--model", "llama-3.2-3b"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] is found["hours"] is found["data"] is None, "nobody trains that on the sample"
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i}", "label": "{i % 2}"}}\n' for i in range(50)))
+    own = ["--model", "llama-3.2-3b", "--data", str(tmp_path / "rows.jsonl")]
+    assert run([*words, *own]) == 0
+    data = json.loads(capsys.readouterr().out)["data"]
+    assert (data["rows"], data["by"], data["updates"]) == (40, "flatshift-5m", 5), "a tenth of them is dev, one test"
 
 
 def test_context_and_nccl_are_causes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,6 +149,8 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
             raise ValueError(f"turn {number} of the assistant is empty")
     elif content is None:
         raise ValueError(f"turn {number} ({role}) has no content")
+    elif role == "user" and not text_of(message).strip():
+        raise ValueError(f"turn {number} of the user is empty")
     return message
 
 

@@ -119,6 +119,10 @@ class ChatEncoder:
             self._refuse_losses(self._first)
         return tuple(self._notes())
 
+    def reads_key(self, key: str) -> bool:
+        """Whether the template knows a key of turns."""
+        return self.answers.template.reads_key(key)
+
     def _tokenised(self, chunk: Sequence[Row], rest: LeftOut) -> Iterator[tuple[Row, list[Sample], list[Tokenised]]]:
         """The rows of a chunk with their samples, tokenised at once."""
         found = [(row, samples) for row in chunk if (samples := self._samples(row, rest))]

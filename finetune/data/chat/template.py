@@ -154,6 +154,7 @@ class ChatTemplate:
         self._date = task.date
         self._specials: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._sources: dict[bool, str] = {}
+        self._keys: dict[str, bool] = {}
         self._calls_in_text: bool | None = None
         self.missing = self._missing_tokens()
         self._check_arguments()
@@ -213,6 +214,14 @@ class ChatTemplate:
                 raise UserError(f"task.template: {str(error).splitlines()[0]}") from error
             self._sources[known] = self._dated(with_arguments(text, self._arguments))
         return self._sources[known]
+
+    def reads_key(self, key: str) -> bool:
+        """Whether the text names a key of turns; thoughts go under each of their names."""
+        if key not in self._keys:
+            names = "|".join(map(re.escape, THOUGHTS if key in THOUGHTS else (key,)))
+            text = self.source(None) + self.source([{}])
+            self._keys[key] = re.search(rf"(?<!\w)(?:{names})(?!\w)", text) is not None
+        return self._keys[key]
 
     def _dated(self, text: str) -> str:
         """The text with `strftime_now` fixed to `task.date`: otherwise a run resumed tomorrow would read other rows."""
