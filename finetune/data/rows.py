@@ -351,7 +351,7 @@ def _turns_of(value: Any, role: str) -> list[Any]:
 
 
 def _is_answer(turn: Any) -> bool:
-    return isinstance(turn, dict) and "assistant" in (turn.get("role"), {"gpt": "assistant"}.get(turn.get("from")))
+    return isinstance(turn, dict) and (turn.get("role") == "assistant" or turn.get("from") in ("gpt", "assistant"))
 
 
 def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
