@@ -117,6 +117,10 @@ class Console:
         """Print a line."""
         self.outline([line], [line])
 
+    def detail(self, line: str) -> None:
+        """A line for the log, printed where `verbose` asks for it."""
+        self.outline([], [line])
+
     def outline(self, short: Sequence[str], whole: Sequence[str]) -> None:
         """Print the lines `short`, or where `verbose` all of `whole`, which the log has in any case."""
         if self.log is not None:
@@ -181,8 +185,9 @@ class Console:
             yield update
 
     def _lines(self, label: str, total: int, unit: str, brief: bool) -> Iterator[Bar]:
-        start = last = begun = time.monotonic()
+        start = last = time.monotonic()
         latest, pace = (0, ""), _Pace()
+        said: tuple[int, str] | None = None
 
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
@@ -192,15 +197,15 @@ class Console:
             return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s{'  ' + note if note else ''}"
 
         def update(done: int, note: str = "") -> None:
-            nonlocal last, latest
+            nonlocal last, latest, said
             latest = (done, note)
             pace.begin(done)
             if time.monotonic() - last > _EVERY_S:
-                last = time.monotonic()
+                last, said = time.monotonic(), latest
                 self.say(line(done, note))
 
         yield update
-        if not brief or last > begun:
+        if said != latest and not (brief and said is None):
             self.say(line(*latest))
 
 

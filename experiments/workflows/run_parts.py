@@ -39,13 +39,14 @@ def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> b
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 
 
-def is_trained(path: Path, recipe: Recipe) -> bool:
-    """Whether the fine-tune has made all its updates and the run's adapter is the one that it left, evaluated or not.
+def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
+    """Whether the fine-tune has made all its updates, the run's adapter is the one that it left, and only the
+    evaluation is missing.
 
     Of a head that was folded back into the targets' own units (`Task.own_units`) the weights are others by intent.
     """
     done, adapter = path / "stages" / FINE_TUNE / DONE, path / "adapter"
-    if not (done.is_file() and adapter.is_dir()):
+    if not (done.is_file() and adapter.is_dir()) or (path / "eval.json").exists():
         return False
     record = read_object(done, "target_steps", FILES)
     same = recipe.task.own_units or record[FILES].get("adapter/adapter_model.safetensors") == adapter_digest(path)
@@ -60,7 +61,7 @@ def check_run(path: Path, recipe: Recipe) -> None:
     evaluation is still to come.
     """
     if not (path / DONE).is_file():
-        if is_trained(path, recipe):
+        if awaits_evaluation(path, recipe):
             note = f"note: {path} is trained, and its evaluation is not finished: `{resume_command(path)}` does it"
         else:
             note = (
