@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from typing import Any, Literal, Union
@@ -17,6 +18,8 @@ _LONG_WORD = 200
 """Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
 _RETIRED = ("quality",)
 """Keys of a recipe that the resolved ones of earlier runs still name, as null."""
+_WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
+"""Texts that models read or write, in which a line break is meant by `\\n` on a command line."""
 _ROOM = 160
 """Characters for a list of what is known."""
 
@@ -167,7 +170,8 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         return _plain(tuple[Any, ...], tree, path, origins)
     if hint is str and tree.where.startswith("--") and tree.text:
         origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
-        return _text(tree.text, Leaf(tree.text, tree.text, tree.where), path)
+        typed = _unescaped(tree.text) if path in _WRITTEN else tree.text
+        return _text(typed, Leaf(typed, typed, tree.where), path)
     if not isinstance(tree, Leaf):
         raise UserError(f"{tree.where}: {path} must be a single value, got {_shown(tree)}")
     origins[path] = tree.where
@@ -179,6 +183,11 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             )
         return tree.value
     return _scalar(hint, tree, path)
+
+
+def _unescaped(text: str) -> str:
+    """What `\\n`, `\\t` and `\\\\` stand for, which a shell hands on as two characters."""
+    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
 
 
 def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:

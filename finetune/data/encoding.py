@@ -24,7 +24,7 @@ from .example import Encoded as Encoded
 from .example import Example as Example
 from .example import with_features
 from .labels import Units
-from .rows import PROMPTS, SHARED, Row
+from .rows import PAIRS, PROMPTS, SHARED, Row
 from .template import Template, longest_first
 
 if TYPE_CHECKING:
@@ -394,6 +394,8 @@ class Encoder:
 
 def prompt_form(form: str) -> str:
     """What is said of rows whose `prompt` was made of something else."""
+    if form in PAIRS:
+        return f"prompt and completion are the columns {form}"
     if form == SHARED:
         return f"prompts are {SHARED}"
     return f"prompts read from {form}'s columns: {', '.join(PROMPTS[form])}"
