@@ -254,9 +254,9 @@ class Train:
     truncation: Literal["left", "right"] | None = None
     """Which end a text or prompt loses where a sample is longer. Null: the left of a completion's prompt, else the
     right. An answer always loses its right, and only where the prompt has nothing left to lose."""
-    overlong: Literal["drop", "refuse"] | None = None
-    """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), or
-    stop the run (refuse)."""
+    overlong: Literal["drop", "refuse", "split"] | None = None
+    """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), stop
+    the run (refuse), or are read in consecutive pieces (split: language-model and masked-lm), every token once."""
     max_cut: float | None = None
     """Largest share of the samples, of each split and source, that `max_length` may cut, down to nothing of a prompt;
     more is refused. Null: 0.5 or `task.max_truncated`, the larger, and of whole prompts only the latter (else none)."""

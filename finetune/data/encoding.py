@@ -46,7 +46,7 @@ def encode(
     bad_rows: Literal["refuse", "skip"] = "refuse",
     decoder_start: int | None = None,
     truncation: Literal["left", "right"] | None = None,
-    overlong: Literal["drop", "refuse"] | None = None,
+    overlong: Literal["drop", "refuse", "split"] | None = None,
     units: Units | None = None,
     features: Projector | None = None,
 ) -> Encoded:
@@ -59,7 +59,7 @@ def encode(
             that a template cannot show.
         decoder_start: the token that a decoder begins with (`Backbone.decoder_start`); for seq2seq.
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
-        overlong: longer samples are truncated (None), left out, or refused.
+        overlong: longer samples are truncated (None), left out, refused, or of documents read in pieces.
         units: how training is to see the targets of a regression; None: as they are.
         features: which vectors each row brings along, for language-model and completion; a row without them is bad.
     Raises:
@@ -124,6 +124,8 @@ class LeftOut:
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     """Of those that are cut or left out, the tokens that each would have whole."""
+    split: int = 0
+    pieces: int = 0
 
     def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
         """These examples with what was lost on the way to them."""
@@ -136,6 +138,8 @@ class LeftOut:
             self.cut_answers,
             lost_prompts=self.lost_prompts,
             lengths=self.lengths,
+            split=self.split,
+            pieces=self.pieces,
         )
 
     def bad(self, row: Row, reason: str) -> None:
@@ -176,10 +180,14 @@ class Losses:
     cut_answers: int = 0
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
+    split: int = 0
+    pieces: int = 0
 
     def add(self, encoded: Encoded) -> None:
         """Count a chunk."""
-        self.samples += len(encoded.examples) + encoded.dropped
+        self.samples += len(encoded.examples) - encoded.pieces + encoded.split + encoded.dropped
+        self.split += encoded.split
+        self.pieces += encoded.pieces
         self.dropped += encoded.dropped
         self.truncated += encoded.truncated
         self.cut_answers += encoded.cut_answers
@@ -205,6 +213,11 @@ class Losses:
 
     def notes(self, train: Train) -> Iterator[str]:
         """What there is to know before the first step, a sentence each."""
+        if self.split:
+            yield (
+                f"{self.called}: {self.split:,} of {self.samples:,} documents are longer than train.max_length = "
+                f"{train.max_length} tokens and read in {self.pieces:,} pieces (train.overlong: split)"
+            )
         if not self.truncated:
             return
         parts = [f"{self.cut_answers:,} of them in their answer"] if self.cut_answers else []
@@ -227,8 +240,8 @@ class Losses:
         return f"{max(self.lengths):,} tokens would hold all of them whole"
 
 
-Made = tuple[Example | str, Cut]
-"""What became of a row: its example, or why it is a bad row; and what it lost."""
+Made = tuple[Example | list[Example] | str, Cut]
+"""What became of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
 
 
 class Encoder:
@@ -244,7 +257,7 @@ class Encoder:
         bad_rows: str = "refuse",
         decoder_start: int | None = None,
         truncation: Literal["left", "right"] | None = None,
-        overlong: Literal["drop", "refuse"] | None = None,
+        overlong: Literal["drop", "refuse", "split"] | None = None,
         units: Units | None = None,
         features: Projector | None = None,
     ) -> None:
@@ -291,10 +304,14 @@ class Encoder:
         for filled in chunks(self._filled(rows, templates), _CHUNK):
             chunk = [row for row, _ in filled]
             for row, (example, cut) in zip(chunk, make(chunk, [texts for _, texts in filled]), strict=True):
-                if self.features is not None and not isinstance(example, str):
+                if self.features is not None and isinstance(example, Example):
                     example = with_features(example, row, self.features)
                 if isinstance(example, str):
                     self.rest.bad(row, example)
+                elif isinstance(example, list):
+                    self.rest.split += 1
+                    self.rest.pieces += len(example)
+                    examples += example
                 elif not (cut and self.rest.long(row, cut)):
                     examples.append(example)
         return examples

@@ -43,7 +43,7 @@ PAIRS = {
     "input and output": ("input", "output"),
     "text and label": ("text", "label"),
 }
-"""Other people's columns that stand for `prompt` and `completion`; an `input` or `context` of an instruction stands below it."""
+"""Other people's columns that stand for `prompt` and `completion`; `input` or `context` stand below an instruction."""
 SHARED = "what both answers begin with"
 """The form of pairs without any such column."""
 
@@ -327,8 +327,8 @@ class _Reader:
         if name == "messages" and (forms := pairs_in(record)) and forms[0] != "text and label":
             asked, answer = PAIRS[forms[0]]
             return (
-                f"no column {own!r}, but {asked!r} and {answer!r}: the recipe completion (task.kind: completion) trains "
-                "on a prompt and its answer"
+                f"no column {own!r}, but {asked!r} and {answer!r}: the recipe completion (task.kind: completion) "
+                "trains on a prompt and its answer"
             )
         if name in ("prompt", "completion") and (turns := {own, "messages", "conversations"} & record.keys()):
             return f"no column {own!r}, but {min(turns)!r}: the recipe chat (task.kind: chat) trains on conversations"
