@@ -119,6 +119,7 @@ class Predictor:
             label_names=self.label_names,
             bad_rows=self.bad_rows,
             truncation=train.truncation,
+            overlong="split" if train.overlong == "split" else None,
             units=self.units,
             features=self.recipe.adapter.projector,
         )
@@ -136,7 +137,7 @@ class Predictor:
         with evaluating(self.engine.judged):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
-        places = {example.where: i for i, example in enumerate(encoded.examples)}
+        places = {example.where: i for i, example in enumerate(encoded.examples)}  # of a document its first piece
         records = []
         for row in rows:
             if (i := places.get(row.where)) is None:

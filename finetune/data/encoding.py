@@ -24,7 +24,7 @@ from .example import Encoded as Encoded
 from .example import Example as Example
 from .example import with_features
 from .labels import Units
-from .rows import PROMPTS, SHARED, Row
+from .rows import PAIRS, PROMPTS, SHARED, Row
 from .template import Template, longest_first
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def encode(
     bad_rows: Literal["refuse", "skip"] = "refuse",
     decoder_start: int | None = None,
     truncation: Literal["left", "right"] | None = None,
-    overlong: Literal["drop", "refuse"] | None = None,
+    overlong: Literal["drop", "refuse", "split"] | None = None,
     units: Units | None = None,
     features: Projector | None = None,
 ) -> Encoded:
@@ -61,7 +61,7 @@ def encode(
             that a template cannot show.
         decoder_start: the token that a decoder begins with (`Backbone.decoder_start`); for seq2seq.
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
-        overlong: longer samples are truncated (None), left out, or refused.
+        overlong: longer samples are truncated (None), left out, refused, or of documents read in pieces.
         units: how training is to see the targets of a regression; None: as they are.
         features: which vectors each row brings along, for language-model and completion; a row without them is bad.
     Raises:
@@ -128,6 +128,8 @@ class LeftOut:
     """Of those that are cut or left out, the tokens that each would have whole."""
     at_least: int | None = None
     """From where on these are least numbers (`Encoder.within`); None: all are exact."""
+    split: int = 0
+    pieces: int = 0
 
     def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
         """These examples with what was lost on the way to them."""
@@ -141,6 +143,8 @@ class LeftOut:
             lost_prompts=self.lost_prompts,
             lengths=self.lengths,
             at_least=self.at_least,
+            split=self.split,
+            pieces=self.pieces,
         )
 
     def bad(self, row: Row, reason: str) -> None:
@@ -183,10 +187,14 @@ class Losses:
     lengths: Counter[int] = field(default_factory=Counter)
     at_least: int | None = None
     """As of `LeftOut`."""
+    split: int = 0
+    pieces: int = 0
 
     def add(self, encoded: Encoded) -> None:
         """Count a chunk."""
-        self.samples += len(encoded.examples) + encoded.dropped
+        self.samples += len(encoded.examples) - encoded.pieces + encoded.split + encoded.dropped
+        self.split += encoded.split
+        self.pieces += encoded.pieces
         self.dropped += encoded.dropped
         self.truncated += encoded.truncated
         self.cut_answers += encoded.cut_answers
@@ -214,6 +222,11 @@ class Losses:
 
     def notes(self, train: Train) -> Iterator[str]:
         """What there is to know before the first step, a sentence each."""
+        if self.split:
+            yield (
+                f"{self.called}: {self.split:,} of {self.samples:,} documents are longer than train.max_length = "
+                f"{train.max_length} tokens and read in {self.pieces:,} pieces (train.overlong: split)"
+            )
         if not self.truncated:
             return
         parts = [f"{self.cut_answers:,} of them in their answer"] if self.cut_answers else []
@@ -239,8 +252,8 @@ class Losses:
         return f"{length:,}" if self.at_least is None or length < self.at_least else f"at least {length:,}"
 
 
-Made = tuple[Example | str, Cut]
-"""What became of a row: its example, or why it is a bad row; and what it lost."""
+Made = tuple[Example | list[Example] | str, Cut]
+"""What became of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
 
 
 class Encoder:
@@ -256,7 +269,7 @@ class Encoder:
         bad_rows: str = "refuse",
         decoder_start: int | None = None,
         truncation: Literal["left", "right"] | None = None,
-        overlong: Literal["drop", "refuse"] | None = None,
+        overlong: Literal["drop", "refuse", "split"] | None = None,
         units: Units | None = None,
         features: Projector | None = None,
     ) -> None:
@@ -303,10 +316,14 @@ class Encoder:
         for filled in chunks(self._filled(rows, templates), _CHUNK):
             chunk = [row for row, _ in filled]
             for row, (example, cut) in zip(chunk, make(chunk, [texts for _, texts in filled]), strict=True):
-                if self.features is not None and not isinstance(example, str):
+                if self.features is not None and isinstance(example, Example):
                     example = with_features(example, row, self.features)
                 if isinstance(example, str):
                     self.rest.bad(row, example)
+                elif isinstance(example, list):
+                    self.rest.split += 1
+                    self.rest.pieces += len(example)
+                    examples += example
                 elif not (cut and self.rest.long(row, cut)):
                     examples.append(example)
         return examples
@@ -402,8 +419,11 @@ class Encoder:
 
         A text of megabytes costs 200 bytes of memory a character, for tokens that nobody keeps. What is left of it has
         more than `max_length` tokens, and those that a row may hold are the whole text's: they stay the same where
-        twice as much of it is tokenised. So its length, as `Cut.needs`, is then a least one.
+        twice as much of it is tokenised. So its length, as `Cut.needs`, is then a least one. Texts that are read in
+        pieces stay whole.
         """
+        if self.overlong == "split":
+            return list(texts)
         return [self._within(text, left) if len(text) > 4 * self._room else text for text in texts]
 
     @property
@@ -454,6 +474,8 @@ def is_blank(row: Row, columns: Iterable[str]) -> bool:
 
 def prompt_form(form: str) -> str:
     """What is said of rows whose `prompt` was made of something else."""
+    if form in PAIRS:
+        return f"prompt and completion are the columns {form}"
     if form == SHARED:
         return f"prompts are {SHARED}"
     return f"prompts read from {form}'s columns: {', '.join(PROMPTS[form])}"

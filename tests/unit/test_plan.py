@@ -92,7 +92,7 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     from experiments.recipe import from_override
 
     overrides = [from_override(f"train.{key}", value) for key, value in flags.items()]
-    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0)
+    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0, tokens=1e9)
     times = [layout["update_s"] for layout in found["layouts"] if layout["fits"]]
     assert found["fits"] and times == sorted(times) and len(found["layouts"]) > 20
     best = found["layouts"][found["best"]]
@@ -290,7 +290,8 @@ def test_a_known_name_is_only_its_makers(tmp_path: Path) -> None:
 
 def test_float32_has_no_hours(capsys: pytest.CaptureFixture[str]) -> None:
     """The rates of devices are those of bf16 products."""
-    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "8xH100-80", "--price", "2", "--train.precision"]
+    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "8xH100-80", "--price", "2", "--tokens", "1e6"]
+    words += ["--train.precision"]
     assert run([*words, "fp32", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] and document["hours"] is None and document["cost"] is None
