@@ -127,14 +127,15 @@ class Console:
             print(line, file=sys.stderr, flush=True)
 
     @contextmanager
-    def task(self, label: str, total: int, unit: str = "") -> Iterator[Bar]:
-        """A progress bar (terminal) or a line every four seconds and at the end (elsewhere)."""
+    def task(self, label: str, total: int | None, unit: str = "") -> Iterator[Bar]:
+        """A progress bar (terminal) or a line every four seconds and at the end (elsewhere). total: None where nobody
+        can know."""
         if self.terminal:
             yield from self._bar(label, total, unit)
         else:
             yield from self._lines(label, total, unit)
 
-    def _bar(self, label: str, total: int, unit: str) -> Iterator[Bar]:
+    def _bar(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
         from rich import progress as bars
         from rich.console import Console as RichConsole
 
@@ -157,16 +158,19 @@ class Console:
 
             yield update
 
-    def _lines(self, label: str, total: int, unit: str) -> Iterator[Bar]:
+    def _lines(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
         start = last = time.monotonic()
         latest, pace = (0, ""), _Pace()
 
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
             rate = pace.rate(done)
-            eta = (total - done) / rate if done else float("nan")
             speed = f", {per_second(rate, unit)}" if unit else ""
-            return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s{'  ' + note if note else ''}"
+            so_far = f"{done}{speed}, {elapsed:.0f} s"
+            if total is not None:
+                eta = (total - done) / rate if done else float("nan")
+                so_far = f"{done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s"
+            return f"{label}: {so_far}{'  ' + note if note else ''}"
 
         def update(done: int, note: str = "") -> None:
             nonlocal last, latest

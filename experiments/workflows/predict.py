@@ -214,10 +214,10 @@ def predict_from_run(
         wanted = bad_rows or finished_recipe(path, overrides).data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
-        total = sum(entry["rows"] for entry in inputs)
+        counts = [entry["rows"] for entry in inputs]
         asked = {
             "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
-            "inputs": [entry["sha256"] for entry in inputs],
+            "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
         }
         with disk_full_interrupts(f"writing {out}"):
@@ -231,7 +231,7 @@ def predict_from_run(
                 skipped=skipped,
                 label=lambda value: None,
             )
-            with console.task("predicting", total, "rows") as bar:
+            with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
                 done = _parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.data.lengths import check_memory, longest_row
+from experiments.data.lengths import check_memory, check_positions, longest_row
 from experiments.data.sources import check_supply, in_steps, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
     Prepared,
@@ -93,6 +93,7 @@ from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.peak_memory import PlannedUpdate
+from finetune.train.stage import check_length
 from regularizers import build as build_regularizer
 
 LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
@@ -123,6 +124,7 @@ def train(
         # Everything that can be wrong with the input is found before the directory exists.
         resolved = settled(resolved, say=said.append)
         recipe = resolved.recipe
+        check_positions(recipe)
         prepared = prepare(recipe)
         counted = in_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
         if counted is not resolved:
@@ -415,6 +417,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         group=train.group,
         masking=task.masking(tokenizer),
     )
+    check_length(engine, batches)
     if batches.packed:
         refuse_leaks(engine.judged)
     told = supply(batches, prepared.mixture, train.steps)
