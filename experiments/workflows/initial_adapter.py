@@ -19,6 +19,7 @@ from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter
 from finetune.digests import DONE, check_files
 from finetune.errors import UserError
+from finetune.run_directory import resume_command
 from finetune.seeds import numpy_generator
 from finetune.tasks import Task
 
@@ -72,7 +73,7 @@ def check_run(path: Path, recipe: Recipe) -> None:
     if not (path / DONE).is_file():
         Console().say(
             f"{path} has no {DONE}: it is unfinished or that file was removed, so nothing shows whether its other "
-            f"files are as it left them; `flatshift train --resume {path}` finishes it"
+            f"files are as it left them; `{resume_command(path)}` finishes it"
         )
     check_files(path, lambda name: "/" not in name or name.endswith(f"/{DONE}"))
     check_backbone(path, recipe)

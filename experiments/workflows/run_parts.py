@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from finetune.atomic import read_object
 from finetune.data.files import describe
 from finetune.digests import DONE, check_files, sums
 from finetune.errors import Interrupted, UserError
-from finetune.run_directory import METRICS, read_metrics
+from finetune.run_directory import METRICS, read_metrics, resume_command
 from finetune.train.checkpointer import is_valid
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
@@ -34,11 +33,6 @@ def is_finished(path: Path, recipe: Recipe, *, drawn: bool) -> bool:
     if not all((path / name).is_file() for name in ("eval.json", DONE)) or (drawn and not _is_whole(path / _PAGE)):
         return False
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
-
-
-def resume_command(path: Path) -> str:
-    """What to type so that the run in `path` goes on, for a shell."""
-    return shlex.join(["flatshift", "train", "--resume", str(path)])
 
 
 @contextmanager
@@ -132,7 +126,7 @@ def leave(path: Path, console: Console) -> None:
     elif (chosen / "manifest.json").is_file():
         console.say(
             f"the selection is finished and kept: {chosen / 'selected.jsonl'} can be the data.train.files of other "
-            f"runs, and `flatshift train --resume {path}` goes on after it, with another mesh, device or train.steps"
+            f"runs, and `{resume_command(path)}` goes on after it, with another mesh, device or train.steps"
         )
 
 

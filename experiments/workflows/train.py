@@ -62,7 +62,6 @@ from experiments.workflows.run_parts import (
     leave,
     recipe_inputs,
     refuse_fewer,
-    resume_command,
     run_sums,
     saying_how_to_go_on,
 )
@@ -88,7 +87,7 @@ from finetune.planner.layouts import update_seconds
 from finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
 from finetune.planner.rules import Settings, check_settings
 from finetune.planner.throughput import device_named
-from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old
+from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old, resume_command
 from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage

@@ -73,8 +73,7 @@ def position_limit(model: nn.Module) -> int | None:
     tables = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        and name.rsplit(".", 1)[-1] in _TABLES
+        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in _TABLES
     ]
     # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
     used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]

@@ -183,8 +183,26 @@ def context_families() -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------------------ positions
 
 COUNTED_FROM_PAD = frozenset(
-    "altclip_text_model bridgetower_text_model camembert clap_text_model data2vec-text esm ibert layoutlmv3 lilt "
-    "longformer luke markuplm mpnet roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod".split()
+    [
+        "altclip_text_model",
+        "bridgetower_text_model",
+        "camembert",
+        "clap_text_model",
+        "data2vec-text",
+        "esm",
+        "ibert",
+        "layoutlmv3",
+        "lilt",
+        "longformer",
+        "luke",
+        "markuplm",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ]
 )
 """Model types whose table has `max_position_embeddings` rows, of which the first text token has that behind the pad
 token's."""
