@@ -242,8 +242,8 @@ class Train:
     """Optimizer updates."""
     epochs: float | None = None
     """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
-    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; a sweep
-    counts those of its recipe's own rows for all cells. Not for sources mixed by weight, nor for comparisons."""
+    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; a
+    sweep counts those of its recipe's own rows for all cells. Not for sources mixed by weight, nor for comparisons."""
     extend: Extend = "stretch"
     """The learning rate where a run that ended is resumed with more `steps`. `stretch`: from there on that of a run of
     all those steps, so a cosine that had come to 0 jumps up; `rewarm`: the added steps are a schedule of their own,

@@ -25,16 +25,29 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
     if task.score != "generate":
         return
     from finetune.evaluate.answers import check_room
-    from finetune.models.backbone import open_backbone
 
-    counted = SimpleNamespace(
-        config=open_backbone(recipe.backbone).config,
-        soft_tokens=_taken(recipe),
-        features_before=recipe.adapter.projector,
-    )
+    counted = _counted(recipe)
     for judged in (judged_train(recipe, splits["train"]), splits["dev"], splits["test"]):
         if judged:
             check_room(counted, judged, task.max_new_tokens)
+
+
+def check_positions(recipe: Recipe) -> None:
+    """Raise UserError for a `train.max_length` above the backbone's table of positions; of architectures whose sizes
+    are not to be read off, the model itself is asked later (`finetune.train.stage.check_length`)."""
+    from finetune.models.backbone import open_backbone
+    from finetune.planner.footprint import Sizes
+    from finetune.train.stage import positions_left
+
+    try:
+        sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+    except UserError:
+        return
+    if not sizes.bounded or sizes.positions is None:
+        return
+    asked, left = recipe.train.max_length, sizes.positions - _taken(recipe)
+    if asked > left:
+        raise UserError(f"train.max_length: {asked} is above {positions_left(left, _counted(recipe))}")
 
 
 def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
@@ -43,8 +56,9 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
     Tables of learned positions are no case of it: `train.max_length` is held against them.
     """
     from finetune.models.backbone import open_backbone
+    from finetune.models.families import usable_positions
 
-    limit = getattr(open_backbone(recipe.backbone).config.get_text_config(), "max_position_embeddings", None)
+    limit = usable_positions(open_backbone(recipe.backbone).config)
     longest = max((longest_row(examples) for examples in splits), default=0)
     if limit is not None and longest + _taken(recipe) > limit:
         yield (
@@ -148,6 +162,17 @@ def _tokens(examples: Sequence[Example]) -> int:
     columns = Examples.of(examples)
     found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return sum(int(rows[2].sum()) for rows in found if rows is not None)
+
+
+def _counted(recipe: Recipe) -> SimpleNamespace:
+    """What of the laid out model counts positions."""
+    from finetune.models.backbone import open_backbone
+
+    return SimpleNamespace(
+        config=open_backbone(recipe.backbone).config,
+        soft_tokens=_taken(recipe),
+        features_before=recipe.adapter.projector,
+    )
 
 
 def _taken(recipe: Recipe) -> int:

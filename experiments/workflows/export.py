@@ -29,7 +29,7 @@ from finetune.digests import DONE, digest
 from finetune.errors import UserError, first_line, shortened
 from finetune.lock import owned
 from finetune.models.backbone import open_backbone
-from finetune.run_directory import RECIPE, new_output, refuse_old
+from finetune.run_directory import RECIPE, new_output, refuse_old, resume_command
 
 if TYPE_CHECKING:
     from finetune.adapters.saved import SavedAdapter
@@ -163,8 +163,7 @@ def require_trained(path: Path, recipe: Recipe) -> None:
     lacks = [name for name in ("adapter", "eval.json", DONE) if not (path / name).exists()]
     if lacks and not awaits_evaluation(path, recipe):
         raise UserError(
-            f"{path} is not finished, it has no {lacks[0]}; finish it with `flatshift train --resume {path}`, or "
-            "restore that"
+            f"{path} is not finished, it has no {lacks[0]}; finish it with `{resume_command(path)}`, or restore that"
         )
     check_run(path, recipe)
 

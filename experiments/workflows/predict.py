@@ -217,10 +217,10 @@ def predict_from_run(
         wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
-        total = sum(entry["rows"] for entry in inputs)
+        counts = [entry["rows"] for entry in inputs]
         asked = {
             "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
-            "inputs": [entry["sha256"] for entry in inputs],
+            "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
         }
         with disk_full_interrupts(f"writing {out}"):
@@ -235,7 +235,7 @@ def predict_from_run(
                 label=lambda value: None,
             )
             try:
-                with console.task("predicting", total, "rows") as bar:
+                with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
                     done = _parts(predictor, rows, parts, bar, console)
             finally:
                 if not any(parts.glob(_PART_FILES)):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.data.lengths import check_memory, evaluation_line, longest_row
+from experiments.data.lengths import check_memory, check_positions, evaluation_line, longest_row
 from experiments.data.sources import check_supply, in_steps, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
     Prepared,
@@ -75,7 +75,6 @@ from experiments.workflows.run_parts import (
     leave,
     recipe_inputs,
     refuse_fewer,
-    resume_command,
     run_sums,
     saying_how_to_go_on,
     updates_made,
@@ -102,12 +101,13 @@ from finetune.planner.layouts import update_seconds
 from finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
 from finetune.planner.rules import Settings, check_settings
 from finetune.planner.throughput import device_named
-from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old
+from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old, resume_command
 from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.peak_memory import PlannedUpdate
 from finetune.train.schedule import Schedule, learning_rate
+from finetune.train.stage import check_length
 from regularizers import build as build_regularizer
 
 LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
@@ -138,6 +138,7 @@ def train(
         # Everything that can be wrong with the input is found before the directory exists.
         resolved = settled(resolved, say=said.append)
         recipe = resolved.recipe
+        check_positions(recipe)
         prepared = prepare(recipe)
         counted = in_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
         if counted is not resolved:
@@ -458,6 +459,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         group=train.group,
         masking=task.masking(tokenizer),
     )
+    check_length(engine, batches)
     told = supply(batches, prepared.mixture, train.steps)
     for line in supply_lines(told, train.steps, about=batches.packed):
         say(line)

@@ -126,7 +126,7 @@ def read_rows(
         setting: where the user named the columns, for messages.
         first: stop after so many rows, without reading on; None: at the end.
         label: makes a row's label of a record's (`Objective.read_label`), or raises ValueError.
-        used: canonical names that a row may lack; where `columns` names them otherwise than by default, one must not.
+        used: names that a row may lack; where `columns` names one otherwise than by default, one row must not.
         named: columns of the record's own that likewise one row must have, and where the user named each.
 
     Raises:
@@ -136,7 +136,8 @@ def read_rows(
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
     seen, unnamed = Seen(), Unnamed()
     paths = expand(files)
-    absent = {reader.names[n]: f"{setting}.{n}" for n in used if reader.names[n] != getattr(_DEFAULT, n)}
+    renamed = [n for n in used if n in reader.names and reader.names[n] != getattr(_DEFAULT, n)]
+    absent = {reader.names[n]: f"{setting}.{n}" for n in renamed}
     absent |= named or {}
     names_there: dict[str, None] = {}
     index, given_rows = -1, 0
