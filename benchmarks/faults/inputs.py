@@ -28,6 +28,8 @@ from benchmarks._harness import Benchmark
 from benchmarks.faults.bad_commands import bad_commands
 from benchmarks.faults.bad_files import bad_files
 from benchmarks.faults.bad_inputs import BadInput, make_sandbox
+from benchmarks.faults.bad_requests import bad_requests
+from benchmarks.faults.bad_settings import bad_settings
 from benchmarks.faults.forks import fork
 
 SENTENCE = 300
@@ -78,7 +80,7 @@ def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
     bad = [f"{case.name}: {'; '.join(faults)}" for case, ending in endings if (faults := ending.faults(case))]
     for line in bad:
         print(line, file=sys.stderr)
-    wanted = 300 if most is None else len(endings)
+    wanted = 900 if most is None else len(endings)
     bench.row("bad inputs", ours=len(endings), unit="inputs", bar_op=">=", bar_value=wanted)
     bench.row("bad inputs without exit 2 and one sentence that names the place, or with anything left behind",
               ours=len(bad), unit="inputs", bar_op="==", bar_value=0)  # fmt: skip
@@ -97,7 +99,8 @@ def run_all(
     found = []
     with tempfile.TemporaryDirectory(prefix="flatshift-inputs-") as folder:
         root = make_sandbox(Path(folder))
-        cases = [case for case in (*bad_commands(root), *bad_files(root)) if only in case.name]
+        lists = (bad_commands, bad_settings, bad_requests, bad_files)
+        cases = [case for bad in lists for case in bad(root) if only in case.name]
         if most is not None and most < len(cases):
             cases = random.Random(seed).sample(cases, most)
         for case in cases:

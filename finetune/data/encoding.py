@@ -390,7 +390,8 @@ class Encoder:
 
         A text of megabytes costs 200 bytes of memory a character, for tokens that nobody keeps. What is left of it has
         more than `max_length` tokens, and those that a row may hold are the whole text's: they stay the same where
-        twice as much of it is tokenised. So its length, as `Cut.needs`, is then a least one.
+        twice as much of it is tokenised, and one sign more. Its length, as `Cut.needs`, is then a least one; of two
+        texts of a pair that both are so long, the second is the longer where an odd token is to be shared.
         """
         return [self._within(text, left) if len(text) > 4 * self._room else text for text in texts]
 
@@ -400,15 +401,16 @@ class Encoder:
         return max(_CHARACTERS, 32 * self.max_length)
 
     def _within(self, text: str, left: bool) -> str:
-        size, before = self._room, None
-        while 2 * size < len(text):
-            part = text[-size:] if left else text[:size]
-            ids = list(self.tokens([part])["input_ids"][0])
-            held = shortened(ids, self.max_length + 1, left=left)
-            if before is not None and held == before[1] and len(held) > self.max_length:
-                self.rest.at_least = min(self.rest.at_least or len(before[2]), len(before[2]))
-                return before[0]
-            before, size = (part, held, ids), 2 * size
+        size = self._room
+        while 2 * size + 1 < len(text):
+            # One sign more, since a run of equal signs is cut in pieces that depend on where it begins or ends.
+            parts = [text[-n:] if left else text[:n] for n in (size, 2 * size, 2 * size + 1)]
+            whole = self.tokens(parts)["input_ids"]
+            held = [list(shortened(ids, self.max_length + 1, left=left)) for ids in whole]
+            if len(held[0]) > self.max_length and held[0] == held[1] == held[2]:
+                self.rest.at_least = min(self.rest.at_least or len(whole[0]), len(whole[0]))
+                return parts[0]
+            size *= 2
         return text
 
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Cut]:
