@@ -19,7 +19,7 @@ MEANT: Mapping[str, frozenset[str]] = {
     for value, keys in {
         "0": "data.holdout data.label_noise eval.train_limit eval.cold adapter.layers adapter.dropout "
         "train.seed train.max_cut train.backbone_dropout train.skip_nonfinite train.spikes.back train.eval_every "
-        "train.save_every optimizer.weight_decay optimizer.warmup record.steps record.sharpness "
+        "train.save_every optimizer.weight_decay optimizer.warmup record.sharpness "
         "task.max_truncated task.max_unsupervised task.label_smoothing "
         "regularizer.sigma regularizer.beta regularizer.ema regularizer.tolerance regularizer.rho "
         "regularizer.momentum regularizer.eta regularizer.alpha regularizer.lr_scale "

@@ -11,6 +11,7 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -407,7 +408,8 @@ class Encoder:
             parts = [text[-n:] if left else text[:n] for n in (size, 2 * size, 2 * size + 1)]
             whole = self.tokens(parts)["input_ids"]
             held = [list(shortened(ids, self.max_length + 1, left=left)) for ids in whole]
-            if len(held[0]) > self.max_length and held[0] == held[1] == held[2]:
+            same = held[0] == held[1] == held[2]
+            if same and len(held[0]) > self.max_length and _has_edges(parts[0]):
                 self.rest.at_least = min(self.rest.at_least or len(whole[0]), len(whole[0]))
                 return parts[0]
             size *= 2
@@ -431,6 +433,15 @@ class Encoder:
             if start is not None and end is not None:
                 return len(text[start.start : end.end].encode())
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
+
+
+def _has_edges(text: str) -> bool:
+    """Whether pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
+    that repeats, where a tokenizer sets its edges may depend on what is far away."""
+    if 256 * len(text.split()) >= len(text):
+        return True
+    data = text.encode()
+    return 10 * len(zlib.compress(data, 1)) > len(data)
 
 
 def prompt_form(form: str) -> str:
