@@ -235,7 +235,8 @@ def test_a_store_that_lies_about_a_size_is_not_read_for_ever(monkeypatch, capsys
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("[]", "not a JSON object"), ("3", "not a JSON object"), ("", "not valid JSON"), ("[" * 100_000, "not valid JSON"),
+        ("[]", "not a JSON object"), ("3", "not a JSON object"), ("", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
         ("{}", "model_type"), ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "num_hidden_layers"),
     ],
 )  # fmt: skip
