@@ -129,7 +129,7 @@ def _check_numbers(flags: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            if not math.isfinite(number):
+            if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{shown} must be a finite number, got {number}")
             if (low is not None and number < low) or (high is not None and number > high):
                 wanted = f"at least {low}" if low is not None and number < low else f"at most {high}"

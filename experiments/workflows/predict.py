@@ -234,12 +234,8 @@ def predict_from_run(
                 skipped=skipped,
                 label=lambda value: None,
             )
-            try:
-                with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
-                    done = _parts(predictor, rows, parts, bar, console)
-            finally:
-                if not any(parts.glob(_PART_FILES)):
-                    shutil.rmtree(parts, ignore_errors=True)
+            with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
+                done = _parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
             with replacing(out) as temporary:
@@ -268,18 +264,22 @@ def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
 
 def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console) -> int:
     done, kept = 0, 0
-    for number, chunk in enumerate(_batched(rows)):
-        file = parts / f"part-{number:06}.jsonl"
-        if file.is_file():
-            kept += len(chunk)
-        else:
-            if kept and done == kept:
-                console.say(f"{kept:,} rows were done before")
-            records = predictor(chunk)
-            with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        done += len(chunk)
-        bar(done)
+    try:
+        for number, chunk in enumerate(_batched(rows)):
+            file = parts / f"part-{number:06}.jsonl"
+            if file.is_file():
+                kept += len(chunk)
+            else:
+                if kept and done == kept:
+                    console.say(f"{kept:,} rows were done before")
+                records = predictor(chunk)
+                with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+                    stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            done += len(chunk)
+            bar(done)
+    finally:
+        if not any(parts.glob(_PART_FILES)):  # refused at its first rows: the same command may begin again
+            shutil.rmtree(parts, ignore_errors=True)
     return done
 
 

@@ -11,6 +11,7 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -419,8 +420,9 @@ class Encoder:
 
         A text of megabytes costs 200 bytes of memory a character, for tokens that nobody keeps. What is left of it has
         more than `max_length` tokens, and those that a row may hold are the whole text's: they stay the same where
-        twice as much of it is tokenised. So its length, as `Cut.needs`, is then a least one. Texts that are read in
-        pieces stay whole.
+        twice as much of it is tokenised, and one sign more. Its length, as `Cut.needs`, is then a least one; of two
+        texts of a pair that both are so long, the second is the longer where an odd token is to be shared. Texts
+        that are read in pieces stay whole.
         """
         if self.overlong == "split":
             return list(texts)
@@ -432,15 +434,17 @@ class Encoder:
         return max(_CHARACTERS, 32 * self.max_length)
 
     def _within(self, text: str, left: bool) -> str:
-        size, before = self._room, None
-        while 2 * size < len(text):
-            part = text[-size:] if left else text[:size]
-            ids = list(self.tokens([part])["input_ids"][0])
-            held = shortened(ids, self.max_length + 1, left=left)
-            if before is not None and held == before[1] and len(held) > self.max_length:
-                self.rest.at_least = min(self.rest.at_least or len(before[2]), len(before[2]))
-                return before[0]
-            before, size = (part, held, ids), 2 * size
+        size = self._room
+        while 2 * size + 1 < len(text):
+            # One sign more, since a run of equal signs is cut in pieces that depend on where it begins or ends.
+            parts = [text[-n:] if left else text[:n] for n in (size, 2 * size, 2 * size + 1)]
+            whole = self.tokens(parts)["input_ids"]
+            held = [list(shortened(ids, self.max_length + 1, left=left)) for ids in whole]
+            same = held[0] == held[1] == held[2]
+            if same and len(held[0]) > self.max_length and _has_edges(parts[0]):
+                self.rest.at_least = min(self.rest.at_least or len(whole[0]), len(whole[0]))
+                return parts[0]
+            size *= 2
         return text
 
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Cut]:
@@ -461,6 +465,15 @@ class Encoder:
             if start is not None and end is not None:
                 return len(text[start.start : end.end].encode())
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
+
+
+def _has_edges(text: str) -> bool:
+    """Whether pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
+    that repeats, where a tokenizer sets its edges may depend on what is far away."""
+    if 256 * len(text.split()) >= len(text):
+        return True
+    data = text.encode()
+    return 10 * len(zlib.compress(data, 1)) > len(data)
 
 
 EMPTY_TEXT = "the text is empty"

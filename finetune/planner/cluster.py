@@ -21,6 +21,7 @@ from .devices import Devices
 from .footprint import Sizes
 from .throughput import CORE, DEVICES, GB, PUBLISHED, Constants, Device
 
+_MOST_DEVICES = 1_000_000
 _NETWORK = 25.0
 """GB/s of a device to other nodes, where nobody says."""
 _UNKNOWN = "A100-80"
@@ -98,6 +99,8 @@ class Cluster:
                 "memory is written NAME@GB"
             )
         count = int(found["count"] or 1)
+        if not 1 <= count <= _MOST_DEVICES or (found["memory"] and not float(found["memory"]) > 0):
+            raise UserError(f"--gpus {text}: give 1 to {_MOST_DEVICES:,} devices, and a memory above 0 GB")
         node = node or min(count, 8)
         if count < 1 or node < 1 or count % node:
             raise UserError(f"--node {node}: {count} devices do not divide into nodes of {node}; give a divisor")
