@@ -61,8 +61,7 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
     try:
         return cls(**values)
     except ValueError as error:
-        field = str(error).split(" ", 1)[0]
-        where = tree.keys.get(field, tree.where)
+        where = tree.keys.get(str(error).split(" ", 1)[0], tree.where)
         raise UserError(f"{where}: {_join(path, str(error))}") from None
 
 
