@@ -99,7 +99,7 @@ def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
     kinds = {one.name: set(_parts(hints[one.name])) for one in dataclasses.fields(flags)}
     try:
         with contextlib.redirect_stderr(said), _wide(argv):
-            made = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
+            made: Any = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
         _refuse_nothing(argv)
         _check_numbers(made)
         return made
@@ -129,7 +129,7 @@ def _check_numbers(flags: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            if not math.isfinite(number):
+            if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{shown} must be a finite number, got {number}")
             if (low is not None and number < low) or (high is not None and number > high):
                 wanted = f"at least {low}" if low is not None and number < low else f"at most {high}"

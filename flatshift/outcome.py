@@ -40,7 +40,7 @@ def of_training(path: Path) -> None:
     from finetune.evaluate.metrics import metric_of
 
     run, rows = read_run(path), []
-    alone = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
+    alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
     for split, cells in (run.eval | alone).items():
         if (name := headline(cells)) is None:
             continue

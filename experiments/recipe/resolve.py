@@ -22,6 +22,7 @@ from finetune.atomic import read_object
 from finetune.config import Files, Source, TrainFiles
 from finetune.data.chat.template import AUTO, shipped_templates, template_text
 from finetune.errors import UserError, is_remote, shortened, user_path
+from finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
@@ -87,7 +88,7 @@ def _locate(reference: str, beside: Path | None = None) -> Path:
         return shipped_recipe(reference)
     if candidate.is_dir():
         raise UserError(
-            f"{reference} is a directory, not a recipe; to continue a run use `flatshift train --resume {reference}`"
+            f"{reference} is a directory, not a recipe; to continue a run use `{resume_command(reference)}`"
         )
     if candidate.exists():
         raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")

@@ -82,8 +82,6 @@ def load(asked: Mapping[str, Any], work: Path) -> Any:
             offload_folder=work / "offload", **options,
         )  # fmt: skip
         weights = offloaded(model)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.float()
     if asked["backbone"] is not None:
         from peft import PeftModel
 
@@ -107,11 +105,12 @@ def reads_gguf(architecture: str) -> bool:
 
 def plain(name: str) -> str:
     """A parameter's name in the model that PEFT wraps."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".original_module", "")
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def offloaded(model: Any) -> Callable[[str], Any]:
     """Reads a weight that transformers left on disk, by its name; accelerate's hooks, which would, are taken off."""
+    import torch
     from accelerate.hooks import remove_hook_from_module
 
     places: dict[str, Any] = {}
@@ -122,40 +121,47 @@ def offloaded(model: Any) -> Callable[[str], Any]:
                 prefix = f"{name}." if name else ""
                 places |= {prefix + leaf: (hook.weights_map, leaf) for leaf in module._parameters}
     remove_hook_from_module(model, recurse=True)
-    model.hf_device_map = None
     del model.hf_device_map
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:  # hollow, not on meta: PEFT puts its own where the weights are
+                hollow = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+                value = hollow if parameter.is_meta else parameter.detach().float()
+                module._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
     return lambda name: places[name][0][places[name][1]]
 
 
+def is_hollow(parameter: Any) -> bool:
+    """Whether a parameter has no values of its own."""
+    return bool(parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
+
+
 def stream(model: Any, read: Callable[[str], Any]) -> None:
-    """Have the parameters on meta read by their names while the block runs that they are of, and no longer."""
-    import torch
+    """Have the hollow parameters read by their names while the block runs that they are of, and no longer."""
     from torch import nn
 
-    def hold(module: Any, names: list[tuple[Any, str, str]]) -> None:
+    def hold(module: Any, hollow: list[tuple[Any, str, str, Any]]) -> None:
         def fill(*_: Any) -> None:
-            for owner, leaf, name in names:
-                value = read(name).to(owner._parameters[leaf].dtype)
-                owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+            for owner, leaf, name, empty in hollow:
+                owner._parameters[leaf] = nn.Parameter(read(name).to(empty.dtype), requires_grad=False)
 
         def drop(*_: Any) -> None:
-            for owner, leaf, _name in names:
-                owner._parameters[leaf] = nn.Parameter(owner._parameters[leaf].to("meta"), requires_grad=False)
+            for owner, leaf, _name, empty in hollow:
+                owner._parameters[leaf] = empty
 
         module.register_forward_pre_hook(fill)
         module.register_forward_hook(drop)
 
     for name, module, inner in blocks(model):
         owners = module.named_modules(prefix=name) if inner else [(name, module)]
-        names = [
-            (owner, leaf, f"{place}.{leaf}" if place else leaf)
+        hollow = [
+            (owner, leaf, f"{place}.{leaf}" if place else leaf, parameter)
             for place, owner in owners
             for leaf, parameter in owner._parameters.items()
-            if parameter is not None and parameter.is_meta
+            if parameter is not None and is_hollow(parameter) and "original_module" not in place
         ]
-        if names:
-            hold(module, names)
-    assert torch.is_inference_mode_enabled() is False
+        if hollow:
+            hold(module, hollow)
 
 
 def blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:

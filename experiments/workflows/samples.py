@@ -197,7 +197,7 @@ def _test_of(row: Row) -> str:
     return test
 
 
-def _classifier(asked: Sampling) -> tuple[Path, Recipe, Sequence[str]]:
+def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
     """Its run, its recipe, and its classes."""
     path = Path(str(asked.toxicity))
     recipe = alone(adapted_recipe(path))

@@ -115,10 +115,19 @@ def with_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
     if not arguments:
         return text
     head = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in arguments.items()
     )
     return f"{head}\n{text}"  # the line end behind a block is not written (trim_blocks)
+
+
+def _literal(value: Any) -> str:
+    """What JSON can hold, as Jinja writes it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
