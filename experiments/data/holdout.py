@@ -30,7 +30,7 @@ _FEWEST = 5
 
 
 class RowKeys:
-    """What the draw knows of the rows, in order: 16 bytes for each."""
+    """The rows as the draw knows them, in order: 16 bytes for each."""
 
     def __init__(self) -> None:
         self.texts, self.classes = array("q"), array("q")

@@ -92,8 +92,9 @@ def read_splits(recipe: Recipe) -> SplitRows:
         for part in parts[split]:
             before = len(skipped)
             found = list(part.rows(data, task, skipped))
-            for row in found if keys is not None and split == "train" else ():
-                keys.add(row, part.columns)
+            if keys is not None and split == "train":
+                for row in found:
+                    keys.add(row, part.columns)
             if not found:
                 part.refuse_none(skipped[before:])
             rows[split] += found
