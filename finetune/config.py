@@ -241,8 +241,8 @@ class Train:
     """Optimizer updates."""
     epochs: float | None = None
     """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
-    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; a sweep
-    counts those of its recipe's own rows for all cells. Not for sources mixed by weight, nor for comparisons."""
+    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; all
+    cells of a sweep take those of its recipe's own rows. Not for sources mixed by weight, nor for comparisons."""
     batch_size: int = 16
     """Rows of one micro-batch, over all data-parallel ranks together."""
     accumulate: int = 1
