@@ -229,6 +229,7 @@ class Optimizer:
 
 Quantization = Literal["nf4", "nf4-double", "int8"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Extend = Literal["stretch", "rewarm", "keep-end"]
 WIDTHS = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value by `train.precision`; what is not settled yet may turn out to be the widest."""
 
@@ -241,8 +242,12 @@ class Train:
     """Optimizer updates."""
     epochs: float | None = None
     """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
-    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; all
-    cells of a sweep take those of its recipe's own rows. Not for sources mixed by weight, nor for comparisons."""
+    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; a
+    sweep counts those of its recipe's own rows for all cells. Not for sources mixed by weight, nor for comparisons."""
+    extend: Extend = "stretch"
+    """The learning rate where a run that ended is resumed with more `steps`. `stretch`: from there on that of a run of
+    all those steps, so a cosine that had come to 0 jumps up; `rewarm`: the added steps are a schedule of their own,
+    warm-up included; `keep-end`: the rate of the last update stays."""
     batch_size: int = 16
     """Rows of one micro-batch, over all data-parallel ranks together."""
     accumulate: int = 1
@@ -371,6 +376,8 @@ class Columns:
     """The turns of a conversation (task.kind: chat)."""
     tools: str = "tools"
     """Definitions of the functions that the assistant of a conversation may call (task.kind: chat)."""
+    system: str = "system"
+    """The system turn of a conversation that has none among its turns (task.kind: chat)."""
     id: str = "id"
     """A row's own name."""
 
@@ -436,6 +443,42 @@ class TrainFiles(Files):
         return tuple(name for source in self.sources.values() if source.weight for name in source.files)
 
 
+Severity = Literal["refuse", "warn", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChecks:
+    """What is looked for in the rows before step 1. Each kind is refused above the share `most`, only reported
+    (`warn`), or not looked for (`off`)."""
+
+    copies: Severity = "refuse"
+    """Dev or test rows that are training rows, white space and Unicode form (NFKC) aside."""
+    near: Severity = "off"
+    """Dev or test rows that are nearly training rows: MinHash estimates a Jaccard similarity of 0.8 or more of their
+    character 5-grams."""
+    conflicts: Severity = "warn"
+    """Texts that stand under several classes."""
+    class_names: Severity = "warn"
+    """Classes whose names differ only in case, white space or Unicode form."""
+    empty_classes: Severity = "warn"
+    """Classes without a training row."""
+    same_answers: Severity = "warn"
+    """Pairs of answers that say the same (task.kind: preference)."""
+    repeated_prompts: Severity = "warn"
+    """Answers that begin with their prompt, which would stand twice."""
+    unknown_tokens: Severity = "warn"
+    """Answers with the tokenizer's unknown token, which the model would learn to write."""
+    control_tokens: Severity = "warn"
+    """Rows whose text has a special token written out, which the tokenizer reads as that token."""
+    unread: Severity = "warn"
+    """Columns of the rows, and keys of their turns, that nothing reads."""
+    most: float = 0.1
+    """Largest share of rows that `refuse` lets pass, with a warning; 0: none. Of classes, columns and keys, none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, most=(0, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where rows come from and what is done to bad ones."""
@@ -463,6 +506,8 @@ class Data:
     order."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
+    checks: DataChecks = field(default_factory=DataChecks)
+    """What is looked for in the rows before step 1."""
     cache: str | None = "auto"
     """Directory that keeps encoded rows for later runs, by the content they were made of. `auto`: for inputs above
     8 MB, under FLATSHIFT_CACHE or the user's cache directory; null: nothing is kept."""
@@ -567,8 +612,9 @@ class Evaluate:
 
     batch_size: int = 32
     """Rows at once."""
-    train_limit: int = 1000
-    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none."""
+    train_limit: int | None = None
+    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none. Null:
+    none in a run, and 1,000 in a cell of a sweep or study, whose curves have the error on them."""
     bootstrap: int = 1000
     """Resamples of the items for each interval."""
     confidence: float = 0.95

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from experiments.data.checks import RowChecks
 from experiments.data.holdout import SPLITS, RowKeys, Split
 from experiments.data.sources import choose, parts_of, sets_apart
 from experiments.recipe.config import Recipe
@@ -66,6 +67,8 @@ class Made:
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """`split: sentence` of what else the encoding has to say."""
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    """What `RowChecks` found."""
 
 
 def encode_rows(
@@ -80,6 +83,7 @@ def encode_rows(
     folder: Path | None = None,
     parts: int = 1,
     what: str | None = None,
+    checks: RowChecks | None = None,
 ) -> Made:
     """Encode routed rows, a chunk at a time, into columns.
 
@@ -88,6 +92,7 @@ def encode_rows(
         paths: the files that the rows come from.
         folder: where the columns go, one directory a split; None: memory.
         what: what a user calls the rows, where they are of no split of the recipe.
+        checks: what looks at them.
     Raises:
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
             a split or source is cut or left out for its length than the recipe allows (`Losses.refuse`).
@@ -119,6 +124,8 @@ def encode_rows(
             encoders[split, part] = task.encoder(tokenizer, recipe.train.max_length, **settings)
         encoded = encoders[split, part].add(chunk)
         losses.setdefault((split, part), Losses(_called(recipe, split, part, what))).add(encoded)
+        if checks is not None:
+            checks.add(split, part, chunk, encoded, writers[split].rows, encoders[split, part])
         writers[split].add(encoded.examples)
         made.truncated += encoded.truncated
         made.dropped += encoded.dropped
@@ -129,6 +136,8 @@ def encode_rows(
     for (split, part), encoder in encoders.items():
         made.notes += [f"{_called(recipe, split, part, what)}: {note}" for note in encoder.close()]
     made.splits = {split: writer.close() for split, writer in writers.items()}
+    if checks is not None:
+        made.checks = checks.close(made.splits["train"], labels)
     if made.dropped and not made.splits["train"]:
         raise UserError(
             f"train.overlong: drop leaves no training row, as all {made.dropped:,} are longer than train.max_length = "
@@ -306,6 +315,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
 
     data = dataclasses.asdict(recipe.data)
     data.pop("cache")
+    data["checks"] = [name for name, value in data["checks"].items() if value == "off"]  # what is not even looked for
     counts: list[tuple[str, int, dict[str, Any]]] = []
     for split, parts in parts_of(recipe.data).items():
         for part in parts:
@@ -373,7 +383,7 @@ def _code_files() -> list[Path]:
     return [
         *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
         *map(Path, single),
-        *(here / name for name in ("encode.py", "holdout.py", "sources.py", "splits.py")),
+        *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
     ]
 
 

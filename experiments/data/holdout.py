@@ -29,6 +29,11 @@ _FEWEST = 5
 """Texts of a class, on average, from which on classes are looked at."""
 
 
+def folded(text: str) -> str:
+    """The text in Unicode's form NFKC, with single blanks for white space."""
+    return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).split())
+
+
 class RowKeys:
     """The rows as the draw knows them, in order: 16 bytes for each."""
 
@@ -62,7 +67,7 @@ def _content(row: Row, columns: Columns) -> bytes:
     else:
         found = {key: value for key, value in row.record.items() if key not in (columns.id, columns.label)}
     text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)
-    return " ".join(unicodedata.normalize("NFKC", text).split()).encode("utf-8", "surrogatepass")
+    return folded(text).encode("utf-8", "surrogatepass")
 
 
 def set_apart(

@@ -240,7 +240,7 @@ def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
 def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
     """The training examples that are judged: `eval.train_limit` of them drawn by seed, since a file may be sorted by
     class; a larger limit contains a smaller one."""
-    limit = recipe.eval.train_limit
+    limit = recipe.eval.train_limit or 0
     if limit >= len(train):
         return train
     return limit_rows(train, limit, seed=derive(recipe.train.seed, "judge", "train")) if limit else []

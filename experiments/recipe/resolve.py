@@ -20,8 +20,9 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch, Items, Leaf, Tree, from_override, key_of, merge, parse, parse_file
 from finetune.atomic import read_object
 from finetune.config import Files, Source, TrainFiles
-from finetune.data.chat.template import shipped_templates, template_text
+from finetune.data.chat.template import AUTO, shipped_templates, template_text
 from finetune.errors import UserError, is_remote, shortened, user_path
+from finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
@@ -33,7 +34,8 @@ OWN_ROWS = "names rows of your own"
 """End of the origins of settings that are so for that reason."""
 _LENGTHS = ("steps", "epochs")
 """Of `train`: both say how long; the upper layer's word counts."""
-_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.device", "data.cache")
+_EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
+_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.extend", "train.device", "data.cache", *_EVALUATION)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def _locate(reference: str, beside: Path | None = None) -> Path:
         return shipped_recipe(reference)
     if candidate.is_dir():
         raise UserError(
-            f"{reference} is a directory, not a recipe; to continue a run use `flatshift train --resume {reference}`"
+            f"{reference} is a directory, not a recipe; to continue a run use `{resume_command(reference)}`"
         )
     if candidate.exists():
         raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")
@@ -328,13 +330,13 @@ def _anchored(recipe: Recipe) -> Recipe:
     )
     task = recipe.task
     if names_file(recipe):
-        task = task.altered(template=_absolute(task.template or ""))
+        task = task.altered(template=_absolute(task.template))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 
 def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
-    """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device and
-    `train.steps` may be overridden.
+    """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device,
+    `train.steps` and what concerns evaluation alone may be overridden.
 
     Raises UserError if `run` is no run directory, its template changed, or an override changes anything else.
     """
@@ -355,7 +357,8 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
             key = ".".join(map(key_of, key.split(".")))
             others = "; `flatshift eval RUN --data FILE` judges other rows" if key.startswith("data.") else ""
             raise UserError(
-                f"--{key}: a run keeps all but mesh, train.device and train.steps; start a new run for {key}{others}"
+                f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend and its evaluation "
+                f"(eval, task.score, task.max_new_tokens); start a new run for {key}{others}"
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
     return Resolved(with_own_template(run, after), run.name, read_origins(path, before) | changed)
@@ -434,6 +437,8 @@ def _scalar_text(value: Any) -> str:
         return str(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_scalar_text(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_quoted(key)}: {_scalar_text(item)}" for key, item in value.items()) + "}"
     if _SAFE_TEXT.fullmatch(value):
         leaf = parse(value, "value")
         if isinstance(leaf, Leaf) and isinstance(leaf.value, str):
@@ -480,13 +485,12 @@ COPY = "template.jinja"
 
 def names_file(recipe: Recipe) -> bool:
     """Whether `task.template` is a file of the user's, not a shipped name or the tokenizer's own."""
-    return recipe.task.template is not None and recipe.task.template not in shipped_templates()
+    return recipe.task.template not in (AUTO, *shipped_templates())
 
 
 def template_copy(recipe: Recipe) -> dict[str, str]:
     """What a new run directory keeps of the user's template: file name → text; nothing where there is none."""
-    template = recipe.task.template
-    return {COPY: template_text(template)} if template is not None and names_file(recipe) else {}
+    return {COPY: template_text(recipe.task.template)} if names_file(recipe) else {}
 
 
 def with_own_template(run: Path, recipe: Recipe) -> Recipe:
@@ -496,14 +500,9 @@ def with_own_template(run: Path, recipe: Recipe) -> Recipe:
     manifest.json notes.
     """
     task, file = recipe.task, run / "manifest.json"
-    if task.template is None:
-        return recipe
     if names_file(recipe) and (run / COPY).is_file():
         task = task.altered(template=str((run / COPY).absolute()))
     noted = read_object(file).get("chat_template") if file.is_file() else None
-    if noted is not None:
-        now = task.template_record()
-        assert now is not None
-        if now["sha256"] != noted["sha256"]:
-            raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
+    if noted is not None and (now := task.template_record()) is not None and now["sha256"] != noted["sha256"]:
+        raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
     return dataclasses.replace(recipe, task=task)

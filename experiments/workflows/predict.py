@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.splits import learnt
+from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -36,6 +37,7 @@ from finetune.run_directory import disk_full_interrupts
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
+_PART_FILES = "part-*.jsonl"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
@@ -212,13 +214,13 @@ def predict_from_run(
     with owned(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        wanted = bad_rows or finished_recipe(path, overrides).data.bad_rows
+        wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
-        total = sum(entry["rows"] for entry in inputs)
+        counts = [entry["rows"] for entry in inputs]
         asked = {
             "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
-            "inputs": [entry["sha256"] for entry in inputs],
+            "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
         }
         with disk_full_interrupts(f"writing {out}"):
@@ -232,12 +234,12 @@ def predict_from_run(
                 skipped=skipped,
                 label=lambda value: None,
             )
-            with console.task("predicting", total, "rows") as bar:
+            with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
                 done = _parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
             with replacing(out) as temporary:
-                _assemble(sorted(parts.glob("part-*.jsonl")), temporary, out.suffix)
+                _assemble(sorted(parts.glob(_PART_FILES)), temporary, out.suffix)
             shutil.rmtree(parts)
         if skipped := [*skipped, *predictor.skipped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
@@ -250,7 +252,7 @@ def predict_from_run(
 def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
     """The directory of parts is of this call, or new. Raises UserError if it is of another one."""
     note = parts / "asked.json"
-    if not note.is_file():
+    if not any(parts.glob(_PART_FILES)):  # a call that was refused at its first rows holds nothing
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_json(note, dict(asked))
@@ -262,18 +264,22 @@ def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
 
 def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console) -> int:
     done, kept = 0, 0
-    for number, chunk in enumerate(_batched(rows)):
-        file = parts / f"part-{number:06}.jsonl"
-        if file.is_file():
-            kept += len(chunk)
-        else:
-            if kept and done == kept:
-                console.say(f"{kept:,} rows were done before")
-            records = predictor(chunk)
-            with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        done += len(chunk)
-        bar(done)
+    try:
+        for number, chunk in enumerate(_batched(rows)):
+            file = parts / f"part-{number:06}.jsonl"
+            if file.is_file():
+                kept += len(chunk)
+            else:
+                if kept and done == kept:
+                    console.say(f"{kept:,} rows were done before")
+                records = predictor(chunk)
+                with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+                    stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            done += len(chunk)
+            bar(done)
+    finally:
+        if not any(parts.glob(_PART_FILES)):  # refused at its first rows: the same command may begin again
+            shutil.rmtree(parts, ignore_errors=True)
     return done
 
 

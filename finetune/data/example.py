@@ -94,6 +94,8 @@ class Question:
     ids: list[int]
     stop: int | None = None
     """The token that ends the answer, beside the end of sequence."""
+    lead: str = ""
+    """What a chat template writes between the prompt and an answer's own words, such as a blank."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ class Encoded:
     """Of the truncated samples those that lost their whole prompt (completion)."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Of the truncated and dropped samples, the tokens that each would have whole."""
+    at_least: int | None = None
+    """From where on these are least numbers, of texts that were not tokenised to their end; None: all are exact."""
     split: int = 0
     """Samples that were longer than `max_length`, and read in pieces."""
     pieces: int = 0

@@ -58,7 +58,7 @@ def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
     from ..data.encoding import Cut
     from ..data.example import IGNORE, Example
 
-    texts = [row.values["text"] for row in rows]
+    texts = to.within((row.values["text"] for row in rows), left=to.left)
     batch = to.tokens(texts)
     prefix = list(to.specials.prefix)
     made: list[Made] = []

@@ -100,7 +100,7 @@ def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
     from ..data.example import piece
     from ..data.masking import SPECIAL
 
-    batch = to.tokens([row.values["text"] for row in rows])
+    batch = to.tokens(to.within((row.values["text"] for row in rows), left=to.left))
     room = to.max_length - len(to.specials.prefix) - len(to.specials.suffix)
     special = set(to.tokenizer.all_special_ids)
     made: list[Made] = []

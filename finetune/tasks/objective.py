@@ -70,7 +70,7 @@ class Objective:
     multi: bool | None = None
     max_truncated: float | None = None
     label_smoothing: float | None = None
-    template: str | None = None
+    template: str = "auto"
 
     # ---------------------------------------------------------------------------------------------------- what it is
 

@@ -330,6 +330,14 @@ def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:
     assert shared.time.gathers < whole.time.gathers and whole.time.experts == 0 < shared.time.experts
 
 
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "flatshift-5m"])
+@pytest.mark.parametrize("gpus", ["1xH100-80", "8xH100-80", "64xH100-80", "8xA100-40", "here"])
+def test_every_ordinary_plan_has_a_page(model: str, gpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "plan.html"
+    assert run(["plan", "--model", model, "--gpus", gpus, "--out", str(out)]) in (0, 1)
+    assert "Time by cause" in out.read_text(encoding="utf-8")
+
+
 def test_the_page_has_causes_and_meshes(tmp_path: Path) -> None:
     out = tmp_path / "plan.html"
     words = ["plan", "--model", "llama-3.1-70b", "--gpus", "8xA100-80", "--train.batch_size", "8", "--out", str(out)]
