@@ -211,7 +211,7 @@ def _python(tree: Tree) -> Any:
 
 
 def _unescaped(text: str) -> str:
-    """What `\\n`, `\\t` and `\\\\` stand for, which a shell hands on as two characters."""
+    """`text` with the line breaks and tabs that a shell hands on as two characters, `\\n` and `\\t`."""
     return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
 
 
