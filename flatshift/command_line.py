@@ -87,7 +87,7 @@ def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
     kinds = {one.name: set(_parts(hints[one.name])) for one in dataclasses.fields(flags)}
     try:
         with contextlib.redirect_stderr(said), _wide(argv):
-            made = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
+            made: Any = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
         _refuse_nothing(argv)
         _check_numbers(made)
         return made

@@ -90,7 +90,7 @@ def block_shape(directory: Path | None, *, tokens: int = 256) -> Shape:
             config = config.get("text_config") or config
             width = next((int(config[key]) for key in ("hidden_size", "d_model", "n_embd") if config.get(key)), width)
             inner = next((int(config[key]) for key in ("intermediate_size", "d_ff") if config.get(key)), 4 * width)
-    except (OSError, ValueError, AttributeError, TypeError):
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass  # whoever loads the backbone says what is wrong
     return Shape.of(tokens=tokens, width=width, inner=inner)
 
