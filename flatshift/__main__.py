@@ -1,5 +1,11 @@
 """`python -m flatshift` is the `flatshift` command."""
 
+import os
+import sys
+
+if not sys.flags.safe_path and not os.path.samefile(sys.path[0], f"{__file__}/../.."):  # noqa: PTH121 - pathlib may be theirs
+    del sys.path[0]  # the current directory, where a user's finetune.py or random.py is none of ours
+
 from flatshift.cli import main
 
 if __name__ == "__main__":

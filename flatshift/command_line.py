@@ -76,6 +76,18 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
     return rest, overrides
 
 
+def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]:
+    """`overrides` with the files of `--data` as the training rows.
+
+    Raises UserError where `--data.train.files` names others.
+    """
+    if not files:
+        return list(overrides)
+    found = [*overrides, from_override("data.train.files", files, "--data")]
+    refuse_contradictions(found)
+    return found
+
+
 def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
     """The `flags` of the command `name` from its command line; whole numbers may be written `1e9`.
 

@@ -40,7 +40,8 @@ def of_training(path: Path) -> None:
     from finetune.evaluate.metrics import metric_of
 
     run, rows = read_run(path), []
-    for split, cells in run.eval.items():
+    alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
+    for split, cells in (run.eval | alone).items():
         if (name := headline(cells)) is None:
             continue
         floor = metric_of(name).floor or ""
@@ -104,8 +105,7 @@ def of_selection(path: Path, recipe: str | None) -> None:
         score = record.get("score")
         shown = number(float(score)) if isinstance(score, int | float) else "–"
         rows.append([str(record.get("rank", place)), shown, shortened(" ".join(text.split()), _TEXT)])
-    unjudged = ["--data.dev.files", "[]", "--data.test.files", "[]"]
-    commands = [["flatshift", "train", "language-model", "--data.train.files", str(path / "selected.jsonl"), *unjudged]]
+    commands = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl")]]
     if recipe is not None and made.recipe.get("warmup") is not None:
         commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path)])
     say(aligned(["rank", "score", "text"], rows, right={0, 1}), [*commands, ["flatshift", "report", str(path)]])

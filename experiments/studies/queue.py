@@ -31,6 +31,7 @@ from experiments.studies.directory import at_work, await_orphans, results_of
 from experiments.studies.leases import Leases
 from experiments.studies.progress import Progress
 from finetune.atomic import sweep_leftovers
+from finetune.child_process import without_namesakes
 from finetune.errors import Interrupted
 from finetune.launch.spawn import THREADS
 from finetune.run_directory import RunDirectory, disk_full_interrupts
@@ -168,7 +169,7 @@ class _Queue:
     deaths: Counter[str] = field(default_factory=Counter)
     stillborn: int = 0
     said: set[str] = field(default_factory=set)
-    """Why stacks fell apart, as far as that was said."""
+    """Why stacks fell apart, and what is to be known of the rows, as far as that was said."""
 
     def work_here(self) -> None:
         """Run every unit in this process, one after another."""
@@ -226,7 +227,8 @@ class _Queue:
         context = get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(os.getpid(), self.places.threads, self.out, self.run, there))
-        process.start()
+        with without_namesakes():
+            process.start()
         there.close()  # so that the pipe ends with the worker
         return _Worker(number, process, here)
 
@@ -355,6 +357,10 @@ class _Queue:
 
     def _ended_one(self, cell: Cell, result: dict[str, Any]) -> None:
         self.progress.ended(cell, result)
+        for kind, text in (result.get("checks") or {}).items():
+            if kind not in self.said:  # other cells have the same rows
+                self.said.add(kind)
+                self.progress.console.say(f"data: {text} (data.checks.{kind})")
         self.on_result(self.out / "cells" / cell.key / RESULT)
 
     def _log(self, text: str) -> None:

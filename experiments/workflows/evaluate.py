@@ -39,7 +39,7 @@ from experiments.workflows.build import (
 from experiments.workflows.evaluation_document import Findings, document_of, flat
 from experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
 from experiments.workflows.generate import adapted_recipe
-from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.run_parts import check_run
 from experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
 from experiments.workflows.subjects import Adapted, Subject, subjects_of
 from finetune.atomic import replacing_directory, write_json
@@ -50,6 +50,7 @@ from finetune.errors import UserError
 from finetune.evaluate.bootstrap import Figure, group_interval
 from finetune.launch import spawn, watchdog
 from finetune.lock import owned
+from finetune.models.families import usable_positions
 from finetune.parallel.mesh import World
 from finetune.seeds import derive
 
@@ -256,18 +257,19 @@ def _judge_one(
             examples = made.splits["test"]
             if not examples:
                 raise UserError(f"{subject.name}: no row of {split} is left, the first for {made.skipped[0]}")
-            intervals[split] = evaluate(
-                model,
-                tokenizer,
-                examples,
-                task=task,
-                config=recipe.eval,
-                inference=inference,
-                label_names=names,
-                seed=seed,
-                figures=into,
-                said=said,
-            )
+            with console.evaluating(f"evaluating {split}", len(examples)) as beat:
+                intervals[split] = evaluate(
+                    model,
+                    tokenizer,
+                    examples,
+                    task=task,
+                    config=recipe.eval,
+                    inference=dataclasses.replace(inference, beat=beat),
+                    label_names=names,
+                    seed=seed,
+                    figures=into,
+                    said=said,
+                )
             places = [example.where for example in examples]
             said["text"] = texts_of(examples, tokenizer)
         found.figures[subject.name, split] = into
@@ -324,7 +326,7 @@ def _documents(
 
 def _width(model: Any, recipe: Recipe, window: int | None) -> int:
     """Tokens of a window. Raises UserError for more than the backbone has positions."""
-    positions = getattr(model.config, "max_position_embeddings", None) or _LONGEST
+    positions = usable_positions(model.config) or _LONGEST
     room = positions - getattr(model, "soft_tokens", 0)
     if window is not None and not 2 <= window <= room:
         raise UserError(f"--window: {window} is not from 2 to {room}, the positions of {recipe.backbone}")
@@ -379,14 +381,17 @@ def _evaluated(
     if not data:
         prepared = prepare(recipe)
         engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
-        return judge_splits(recipe, engine, tokenizer, prepared, lambda _: None)
+        return judge_splits(recipe, engine, tokenizer, prepared, Console(quiet=True), watch=console.evaluating)
     prepared = prepare_apart(recipe, data, run=path)
     console.say(f"data: {len(prepared.test):,} examples")
     for line in lost_lines(prepared, recipe.train.max_length):
         console.say(line)
     engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
-    names = prepared.label_names
-    return {"data": judge(recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=names)}
+    found = judge(
+        recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=prepared.label_names,
+        watch=console.evaluating,
+    )  # fmt: skip
+    return {"data": found}
 
 
 def render(result: dict[str, dict[str, Any]]) -> str:

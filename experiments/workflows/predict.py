@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.splits import learnt
+from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -118,6 +119,7 @@ class Predictor:
             label_names=self.label_names,
             bad_rows=self.bad_rows,
             truncation=train.truncation,
+            overlong="split" if train.overlong == "split" else None,
             units=self.units,
             features=self.recipe.adapter.projector,
         )
@@ -135,7 +137,7 @@ class Predictor:
         with evaluating(self.engine.judged):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
-        places = {example.where: i for i, example in enumerate(encoded.examples)}
+        places = {example.where: i for i, example in enumerate(encoded.examples)}  # of a document its first piece
         records = []
         for row in rows:
             if (i := places.get(row.where)) is None:
@@ -212,13 +214,13 @@ def predict_from_run(
     with owned(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        wanted = bad_rows or finished_recipe(path, overrides).data.bad_rows
+        wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
-        total = sum(entry["rows"] for entry in inputs)
+        counts = [entry["rows"] for entry in inputs]
         asked = {
             "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
-            "inputs": [entry["sha256"] for entry in inputs],
+            "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
         }
         with disk_full_interrupts(f"writing {out}"):
@@ -232,7 +234,7 @@ def predict_from_run(
                 skipped=skipped,
                 label=lambda value: None,
             )
-            with console.task("predicting", total, "rows") as bar:
+            with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
                 done = _parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")

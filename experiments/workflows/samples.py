@@ -20,7 +20,7 @@ from experiments.data.splits import learnt
 from experiments.recipe.config import Recipe
 from experiments.recipe.key import short_hash
 from experiments.workflows.generate import adapted_recipe, alone
-from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.run_parts import check_run
 from finetune.compute.numerics import evaluating
 from finetune.data.encoding import encode, end_token
 from finetune.data.inference import Inference

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from ..compute.numerics import evaluating
 from ..config import check_bounds
-from ..data.inference import Inference
+from ..data.inference import ALONE, Inference
 from ..errors import UserError
 from ..models.anatomy import before_text
+from ..models.families import usable_positions
 from ..seeds import torch_generator
 
 if TYPE_CHECKING:
@@ -198,13 +199,15 @@ def written(
         processors: of the prompts at these places, what changes their logits; a pipeline's stand-in takes none.
         on_token: told each token of a single prompt as soon as it is chosen (one beam).
     """
-    from transformers import LogitsProcessorList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     apart = config.decoder_start_token_id is not None
     more: dict[str, Any] = {"synced_gpus": True} if inference.share.lockstep else {}
     if on_token is not None:
         assert len(prompts) == 1 and config.num_beams in (None, 1)
         more["streamer"] = _Streamer(on_token)
+    if inference.share == ALONE and inference.is_heard:
+        more["stopping_criteria"] = StoppingCriteriaList([_Heard(inference)])
     for batch in _batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = inference.share.mine(batch)
         ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
@@ -219,6 +222,18 @@ def written(
             )
         if counts:
             yield places, out[:, 1 if apart else ids.shape[1] :]
+        inference.beat(len(batch))
+
+
+class _Heard:
+    """A stopping criterion that stops nothing: it tells of a token."""
+
+    def __init__(self, inference: Inference) -> None:
+        self.inference = inference
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
+        self.inference.beat(0)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer:
@@ -241,7 +256,7 @@ def lacking_room(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apar
 
     apart: encoder and decoder count their own positions.
     """
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = usable_positions(model.config)
     soft = getattr(model, "soft_tokens", 0)  # they stand before every prompt, and features before them
     needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
     if limit is None or needed + soft <= limit:

@@ -19,7 +19,7 @@ from ..compute.matmul_rate import DTYPES
 from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
-from .backbone import Backbone, auto_class, check_causal, open_backbone, quiet_transformers, refusal
+from .backbone import REFUSED, Backbone, auto_class, check_causal, open_backbone, quiet_transformers, refusal
 from .weight_names import Checkpoint
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def build_skeleton(
         model: Any = empty_model(auto, backbone, dtype=dtype, dropout=dropout, **options)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except REFUSED as error:
         raise refusal(error, task, where) from error
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(
@@ -146,6 +146,25 @@ def finish(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task
     model.config.use_cache = False
     settle_padding(model, backbone)
     model.requires_grad_(False)
+    keep_head_whole(model)
+
+
+def keep_head_whole(model: Any) -> None:
+    """Hand the output embedding contiguous hidden states only.
+
+    Of a slice (B, 1, D), as generation takes it, torch's matmul with a frozen (D, V) weight makes B products, each of
+    which copies the weight in bf16 on a CPU: 335 MB a row at V = 262,144 and D = 640. A contiguous one is one product.
+    """
+    head = model.get_output_embeddings()
+    if head is not None:
+        head.register_forward_pre_hook(_contiguous)
+
+
+def _contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
+
+
+_contiguous.keeps_values = True  # type: ignore[attr-defined]  # of `regularizers.layers.fused`
 
 
 def settle_padding(model: Any, backbone: Backbone) -> None:

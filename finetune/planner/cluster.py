@@ -15,7 +15,7 @@ from typing import Any
 
 from ..atomic import read_object
 from ..config import Adapter
-from ..errors import UserError
+from ..errors import UserError, first_line
 from .calibration import kept
 from .devices import Devices
 from .footprint import Sizes
@@ -191,8 +191,8 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
         ) from None
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        raise UserError(f"{where}: its config.json does not describe a model ({str(error).splitlines()[0]})") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError, ImportError) as error:
+        raise UserError(f"{where}: its config.json does not describe a model ({first_line(error)})") from None
     if lacks:
         raise UserError(f"{where}: config.json lacks {lacks[0]}, and a default would be a guess; write it there")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -118,7 +118,7 @@ class Completion(Templated):
                 answer=len(kept) < len(ids) + len(to.end),
                 prompt=bool(prompt) and len(context) == len(prefix),
             )
-            if not ids or len(context) + len(kept) < 2:
+            if not texts[i].strip() or not ids or len(context) + len(kept) < 2:
                 made.append(("the completion is empty", cut))
                 continue
             if not context and self.score != "perplexity":

@@ -107,8 +107,9 @@ class Seq2Seq(Templated):
             labels, cut_target = to.closed(ids, to.end)
             needs = max(cut_prompt.needs, cut_target.needs)
             cut = Cut(needs, bool(cut_prompt or cut_target), answer=bool(cut_target))
-            if not ids or not source:
-                made.append((f"the {'prompt' if ids else 'target'} is empty", cut))
+            empty = not ids or not texts[i].strip()
+            if empty or not source:
+                made.append((f"the {'target' if empty else 'prompt'} is empty", cut))
                 continue
             room = to.max_length - len(to.specials.prefix) - len(to.end)
             example = Example(

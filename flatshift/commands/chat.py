@@ -26,6 +26,8 @@ class Flags:
 
     runs: Positional[tuple[Path, ...]]
     """Run directories."""
+    system: str | None = None
+    """System turn of every conversation; by default the runs' own `task.system`."""
     max_new_tokens: int | None = None
     """Longest answer, tokens; by default the task's own, else 64."""
     temperature: float | None = None
@@ -52,7 +54,10 @@ def run(argv: list[str]) -> int:
         raise UserError(f"chat: {error}") from None
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
     runs = WritingRuns(flags.runs, overrides=overrides)
-    name, turns, count, number = runs.names[0], list[dict[str, str]](), 0, 0
+    if flags.system is not None:
+        runs.check_system()
+    first = [] if flags.system is None else [{"role": "system", "content": flags.system}]
+    name, turns, count, number = runs.names[0], list[dict[str, str]](first), 0, 0
     print(printable(f"{', '.join(runs.names)}; {_HELP}"), file=sys.stderr)
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that a line of other bytes can be named
@@ -67,11 +72,11 @@ def run(argv: list[str]) -> int:
         if word == "/quit":
             break
         if word == "/new":
-            turns = []
+            turns = list(first)
         elif word == "/runs":
             print("\n".join(runs.names))
         elif word == "/use" and rest.strip() in runs.names:
-            name, turns = rest.strip(), []
+            name, turns = rest.strip(), list(first)
         elif word.startswith("/"):
             print(printable(f"{line}: not a command here, or no run of that name; {_HELP}"), file=sys.stderr)
         else:
