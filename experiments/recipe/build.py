@@ -54,9 +54,9 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
                 continue
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
         values[names[key]] = _value(hints[names[key]], child, _join(path, key), origins)
-    for field in dataclasses.fields(cls):
-        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{tree.where}: {_join(path, key_of(field.name))} is missing; it has no default")
+    for one in dataclasses.fields(cls):
+        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.where}: {_join(path, key_of(one.name))} is missing; it has no default")
     _refuse_nothing(cls, values, tree, path)
     try:
         return cls(**values)
