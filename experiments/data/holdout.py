@@ -35,7 +35,7 @@ def folded(text: str) -> str:
 
 
 class RowKeys:
-    """What the draw knows of the rows, in order: 16 bytes for each."""
+    """The rows as the draw knows them, in order: 16 bytes for each."""
 
     def __init__(self) -> None:
         self.texts, self.classes = array("q"), array("q")

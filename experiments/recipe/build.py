@@ -54,9 +54,9 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
                 continue
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
         values[names[key]] = _value(hints[names[key]], child, _join(path, key), origins)
-    for field in dataclasses.fields(cls):
-        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{tree.where}: {_join(path, key_of(field.name))} is missing; it has no default")
+    for one in dataclasses.fields(cls):
+        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.where}: {_join(path, key_of(one.name))} is missing; it has no default")
     _refuse_nothing(cls, values, tree, path)
     try:
         return cls(**values)
@@ -211,7 +211,7 @@ def _python(tree: Tree) -> Any:
 
 
 def _unescaped(text: str) -> str:
-    """What `\\n`, `\\t` and `\\\\` stand for, which a shell hands on as two characters."""
+    """`text` with the line breaks and tabs that a shell hands on as two characters, `\\n` and `\\t`."""
     return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
 
 

@@ -22,6 +22,7 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "tf32"): False,
     ("train", "backbone_precision"): "same",
     ("train", "deterministic"): False,
+    ("train", "extend"): "stretch",
     ("task", "metrics"): (),
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",

@@ -145,7 +145,7 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
 
 
 def is_text(path: DataFile) -> bool:
-    """Whether the file is one document, by its name."""
+    """True for a file that is one document, by its name."""
     with contextlib.suppress(UserError):
         return split_suffix(path)[0] in TEXTS
     return False

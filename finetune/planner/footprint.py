@@ -156,7 +156,7 @@ class Sizes:
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
         chosen = _first(config, *_ROUTED) if routed else 0
         hidden = _first(config, "hidden_size", "n_embd", "d_model")
-        heads = _first(config, "num_attention_heads", "n_head", "num_heads")
+        heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
         return cls(
             kind=str(config.get("model_type")),
             hidden=hidden,

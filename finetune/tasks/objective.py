@@ -105,7 +105,7 @@ class Objective:
     documents: ClassVar[bool] = False
     """Whether its rows are plain documents, of which every token is judged however long they are."""
     splits: ClassVar[bool] = False
-    """Whether a row that is too long may be read in pieces (`train.overlong: split`)."""
+    """A row that is too long may be read in pieces (`train.overlong: split`)."""
     soft_tokens: ClassVar[bool] = False
     """Whether soft tokens may come before its rows."""
     accuracy: ClassVar[bool] = False

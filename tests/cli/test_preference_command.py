@@ -93,6 +93,42 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
         Run(out).predict([{"prompt": "It rains.", "rejected": " 0"}])
 
 
+SINGLES = [{"prompt": f"Is it {i}?", "completion": f" It is {i}.", "label": bool(i % 2)} for i in range(16)]
+PAIRS = [{"prompt": f"Is it {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told", "columns"),
+    [
+        (None, "pairs of answers", {"chosen_reward", "preferred"}),
+        (PAIRS, "pairs of answers", {"chosen_reward", "preferred"}),
+        (SINGLES, "single answers", {"reward"}),
+        ([row | {"label": str(row["label"]).lower()} for row in SINGLES], "single answers", {"reward"}),
+    ],
+)
+def test_kto_learns_from_pairs_and_from_single_answers(
+    tmp_path: Path, rows: list[dict[str, object]] | None, told: str, columns: set[str]
+) -> None:
+    """The sample; rows of the user's; labels that are words, as in a CSV file."""
+    given, own = tmp_path / "given.jsonl", list[str]()
+    if rows is not None:
+        given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        own = ["--data.train.files", str(given), "--data.train.limit", "null", "--data.holdout", "0.25"]
+        own += [word for split in ("dev", "test") for word in (f"--data.{split}.files", "[]")]
+        own += ["--data.dev.limit", "null", "--data.test.limit", "null"]
+    else:
+        given.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    run_directory, said = tmp_path / "run", tmp_path / "said.jsonl"
+    words = ["train", "preference", "--task.loss", "kto", "--out", str(run_directory), *SMALL, *own]
+    assert run([*words, "--eval.cold", "0", "--train.steps", "2"]) == 0
+    assert told in (run_directory / "log.txt").read_text()
+    assert json.loads((run_directory / "eval.json").read_text())["test"]["loss"]["value"] > 0
+    assert run(["predict", str(run_directory), "--data", str(given), "--out", str(said)]) == 0
+    found = [json.loads(line) for line in said.read_text().splitlines()]
+    assert len(found) == 16 and all(row.keys() >= columns for row in found)
+    assert run(["eval", str(run_directory), "--data", str(given), "--json"]) == 0
+
+
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys) -> None:
     def refused(*words: str) -> str:
         assert run(["train", "preference", "--out", str(tmp_path / "no"), *words]) == 2
