@@ -62,7 +62,8 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
 def recipe(root: Path, more: str = "") -> str:
     return (
         f"backbone: {root / 'backbone'}\ntask: {{kind: classify}}\n"
-        f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'rows.jsonl'}']}}\n  checks: {{copies: warn}}\n"
+        f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'rows.jsonl'}']}}\n"
+        "  checks: {copies: warn}\n"
         "adapter: {rank: 2, targets: [q_proj]}\n"
         "train: {steps: 1, batch_size: 4, max_length: 16, max_cut: 1, device: cpu, precision: fp32, threads: 1}\n"
         f"eval: {{bootstrap: 2}}\n{more}"

@@ -152,7 +152,6 @@ def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tm
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     files = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
     laid = [from_override("data.test.files", files[0]), from_override("data.train.limit", 4)]
-    laid.append(from_override("data.checks.copies", "warn"))
     for name, grid, overrides in (
         ("alpha", ["adapter.rank=2,8", "adapter.alpha=rank,16"], ()),
         ("files", [f"data.train.files={files[0]},{files[1]}"], laid),
