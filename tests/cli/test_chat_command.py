@@ -44,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from finetune.data.chat.template import template_text
 
     (home / "mine.jinja").write_text(template_text("plain").replace("User: ", "Q: "), encoding="utf-8")
-    task = {"task.template": home / "mine.jinja"}
+    task = {"task.template": home / "mine.jinja", "task.score": "generate"}
     assert run(["train", "chat", "--out", str(home / "run"), *flags(SMALL | task)]) == 0
     return home / "run"
 
