@@ -31,12 +31,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for seed in ("0", "1"):
         out = home / f"seed-{seed}"
-        words = ["--task.kind", "completion", "--task.prompt", "Q: {text} A:", "--task.max_new_tokens", "6"]
+        words = ["--task.prompt", "Q: {text} A:", "--task.completion", " {label}", "--task.max_new_tokens", "6"]
         files = [
             word for part in ("train", "dev", "test") for word in (f"--data.{part}.files", f"sample:banking/{part}")
         ]
         steps = ["--optimizer.lr", "0.01", "--data.train.limit", "40", "--train.seed", seed]
-        assert run(["train", "language-model", *words, *files, *SMALL, *steps, "--out", str(out)]) == 0
+        assert run(["train", "completion", *words, *files, *SMALL, *steps, "--out", str(out)]) == 0
         made.append(out)
     return made
 
