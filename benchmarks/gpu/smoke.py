@@ -30,7 +30,7 @@ SMALL = (
     *("--data.train.limit", "16", "--data.dev.limit", "8", "--data.test.limit", "8"),
 )
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "doctor": ("doctor",),
+    "doctor": ("doctor", "--deep"),
     "train": ("train", "language-model", *SMALL, "--train.checkpointing", "full", "--train.device", "DEVICE"),
     "eval": ("eval", "RUN:classify", "--train.device", "DEVICE"),
     "predict": ("predict", "RUN:classify", "--data", "sample:banking/dev", "--device", "DEVICE", "--out", "OUT.jsonl"),

@@ -107,7 +107,7 @@ def test_needs_are_those_of_the_metadata_for_the_machine_in_question(tmp_path, m
     assert sorted(p.name[:6] for p in into.iterdir()) == ["aa-1.0", "bb-1.0", "cc-1.0"]
     assert group.document()["needs"] == {"numpy": ">=1.5,>=1,<9"}
     with pytest.raises(
-        SystemExit, match="no wheel of dd for Python 3.12 on x86_64; if it has it, name it behind --there"
+        SystemExit, match=r"no wheel of dd for Python 3\.12 on x86_64; if it has it, name it behind --there"
     ):
         bundle.resolve(there, there.wanted(["dd"]), into)
 
