@@ -264,7 +264,7 @@ def test_models_that_write_into_what_a_layer_gives(made: Callable[[], Any], coll
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         model = with_lora(made().double(), task_type=None)
-    ids = tokens()[:, :8]
+    ids = tokens()[:, :8].contiguous()
     found = []
     for fused in (False, True):
         clear(model)
