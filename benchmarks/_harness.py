@@ -328,8 +328,9 @@ def where(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the tree that is measured."""
-    return _git("rev-parse", "HEAD")
+    """Of the tree that is measured; a bundle (`scripts/bundle.py`) has no repository, but a file."""
+    file = ROOT / "commit"
+    return file.read_text().strip() if file.is_file() else _git("rev-parse", "HEAD")
 
 
 def machine() -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Score:
 
 def ours(tokenizer: Any, told: dict[str, Any]) -> list[Mask]:
     """Masks of our encoding, a sample each."""
-    found = encode([row(0, **told)], task=Chat(date=DATE), tokenizer=tokenizer, max_length=8192)
+    found = encode([row(0, **told)], task=Chat(date=DATE, empty_thoughts=True), tokenizer=tokenizer, max_length=8192)
     return [(example.input_ids, [label != IGNORE for label in _list(example.labels)]) for example in found.examples]
 
 
@@ -146,7 +146,7 @@ def rows_a_second(template: str, copies: int) -> float:
     tokenizer = chat_tokenizer(template)
     names = [told for told in references(template) if told != "end"]
     rows = [row(i, **conversation(names[i % len(names)], template)) for i in range(copies)]
-    task = Chat(date=DATE)
+    task = Chat(date=DATE, empty_thoughts=True)
     encode(rows[: len(names)], task=task, tokenizer=tokenizer, max_length=8192)
     return copies / cpu_seconds(lambda: encode(rows, task=task, tokenizer=tokenizer, max_length=8192))
 

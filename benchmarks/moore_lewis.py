@@ -67,7 +67,7 @@ def main() -> None:
         count = len(pool)
         tokenizer_of(Recipe())[0](pool[:10])  # imports are not timed
         selectors: dict[str, Selector] = {
-            "cynical": CynicalSelector(budget=count // 50),
+            "cynical": CynicalSelector(budget=count // 50, repeats=8),
             "moore-lewis": MooreLewisSelector(),
             "classifier": ClassifierSelector(),
         }

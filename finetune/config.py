@@ -229,6 +229,7 @@ class Optimizer:
 
 Quantization = Literal["nf4", "nf4-double", "int8"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
+Extend = Literal["stretch", "rewarm", "keep-end"]
 WIDTHS = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value by `train.precision`; what is not settled yet may turn out to be the widest."""
 
@@ -241,8 +242,12 @@ class Train:
     """Optimizer updates."""
     epochs: float | None = None
     """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
-    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`. Not
-    for sources mixed by weight, nor for cells of a sweep or study."""
+    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; a
+    sweep counts those of its recipe's own rows for all cells. Not for sources mixed by weight, nor for comparisons."""
+    extend: Extend = "stretch"
+    """The learning rate where a run that ended is resumed with more `steps`. `stretch`: from there on that of a run of
+    all those steps, so a cosine that had come to 0 jumps up; `rewarm`: the added steps are a schedule of their own,
+    warm-up included; `keep-end`: the rate of the last update stays."""
     batch_size: int = 16
     """Rows of one micro-batch, over all data-parallel ranks together."""
     accumulate: int = 1
@@ -254,9 +259,9 @@ class Train:
     truncation: Literal["left", "right"] | None = None
     """Which end a text or prompt loses where a sample is longer. Null: the left of a completion's prompt, else the
     right. An answer always loses its right, and only where the prompt has nothing left to lose."""
-    overlong: Literal["drop", "refuse"] | None = None
-    """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), or
-    stop the run (refuse)."""
+    overlong: Literal["drop", "refuse", "split"] | None = None
+    """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), stop
+    the run (refuse), or are read in consecutive pieces (split: language-model and masked-lm), every token once."""
     max_cut: float | None = None
     """Largest share of the samples, of each split and source, that `max_length` may cut, down to nothing of a prompt;
     more is refused. Null: 0.5 or `task.max_truncated`, the larger, and of whole prompts only the latter (else none)."""
@@ -297,8 +302,8 @@ class Train:
     """Go back and leave out batches when the loss jumps; null: go on."""
     peak_tflops: float | None = None
     """What one device can do, TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix product."""
-    eval_every: int = 0
-    """Updates between dev evaluations; 0: only at the end."""
+    eval_every: int | float = 0
+    """Updates between dev evaluations; below 1 a share of the steps (0.25: four times); 0: only at the end."""
     best: str = "auto"
     """What makes one dev evaluation better than another: the lower `loss`, the higher `accuracy`, or any other metric
     that the task is judged by, for example `f1_macro` or `numeric_match`, which is then judged whole each time (ties:
@@ -327,10 +332,20 @@ class Train:
         check_bounds(self, backbone_dropout=(0, 0.99), peak_tflops=(1e-6, None), steps=(None, MOST_STEPS))
         check_bounds(self, max_length=(None, LONGEST), threads=(None, 4096), epochs=(0, None))
         refuse_zero(self, epochs="nothing would be trained; give how often to go through the rows, as 3 or 0.5")
+        if self.eval_every > 1 and self.eval_every != int(self.eval_every):
+            raise ValueError(
+                f"eval_every must be whole updates, or a share of the steps below 1, got {self.eval_every}"
+            )
         if self.max_dropped is not None and self.overlong != "drop":
             raise ValueError("max_dropped is of what `overlong: drop` leaves out; set that, or leave max_dropped out")
         if self.spikes is not None and self.save_every == 0:
             raise ValueError("spikes need checkpoints to go back to; set train.save_every above 0")
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Updates between dev evaluations; 0: only at the end."""
+        every = self.eval_every
+        return max(1, round(every * self.steps)) if 0 < every < 1 else int(every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,6 +376,8 @@ class Columns:
     """The turns of a conversation (task.kind: chat)."""
     tools: str = "tools"
     """Definitions of the functions that the assistant of a conversation may call (task.kind: chat)."""
+    system: str = "system"
+    """The system turn of a conversation that has none among its turns (task.kind: chat)."""
     id: str = "id"
     """A row's own name."""
 
@@ -426,6 +443,42 @@ class TrainFiles(Files):
         return tuple(name for source in self.sources.values() if source.weight for name in source.files)
 
 
+Severity = Literal["refuse", "warn", "off"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChecks:
+    """What is looked for in the rows before step 1. Each kind is refused above the share `most`, only reported
+    (`warn`), or not looked for (`off`)."""
+
+    copies: Severity = "refuse"
+    """Dev or test rows that are training rows, white space and Unicode form (NFKC) aside."""
+    near: Severity = "off"
+    """Dev or test rows that are nearly training rows: MinHash estimates a Jaccard similarity of 0.8 or more of their
+    character 5-grams."""
+    conflicts: Severity = "warn"
+    """Texts that stand under several classes."""
+    class_names: Severity = "warn"
+    """Classes whose names differ only in case, white space or Unicode form."""
+    empty_classes: Severity = "warn"
+    """Classes without a training row."""
+    same_answers: Severity = "warn"
+    """Pairs of answers that say the same (task.kind: preference)."""
+    repeated_prompts: Severity = "warn"
+    """Answers that begin with their prompt, which would stand twice."""
+    unknown_tokens: Severity = "warn"
+    """Answers with the tokenizer's unknown token, which the model would learn to write."""
+    control_tokens: Severity = "warn"
+    """Rows whose text has a special token written out, which the tokenizer reads as that token."""
+    unread: Severity = "warn"
+    """Columns of the rows, and keys of their turns, that nothing reads."""
+    most: float = 0.1
+    """Largest share of rows that `refuse` lets pass, with a warning; 0: none. Of classes, columns and keys, none."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, most=(0, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where rows come from and what is done to bad ones."""
@@ -439,9 +492,12 @@ class Data:
     columns: Columns = field(default_factory=Columns)
     """Column names."""
     holdout: float = 0.0
-    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files.
-    The draw does not depend on `train.seed`, so every seed is judged on the same rows. In a selection that names no
-    training rows: of the target's files, so that its target is what a run on the same files trains on."""
+    """Share of the training rows set apart as test rows, and as many again as dev rows, where those name no files; one
+    row each at least. Copies of one text (after NFKC, blanks folded) go to one side, and classes keep their shares. The
+    draw does not depend on `train.seed`, so every seed is judged on the same rows. In a selection that names no
+    training rows: of the target's files, so that its target is what a run on the same files trains on. It is 0.1 where
+    training rows of your own take the place of a shipped recipe's sample, which then judges nothing, unless dev, test
+    or this is named; so it is for a target of your own."""
     label_noise: float = 0.0
     """Share of training rows whose label is made wrong, drawn by seed and written to `label_noise.json`; larger shares
     contain smaller ones. The draw is over all training rows before any limit: a row that is wrong under one limit is
@@ -450,6 +506,8 @@ class Data:
     order."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
+    checks: DataChecks = field(default_factory=DataChecks)
+    """What is looked for in the rows before step 1."""
     cache: str | None = "auto"
     """Directory that keeps encoded rows for later runs, by the content they were made of. `auto`: for inputs above
     8 MB, under FLATSHIFT_CACHE or the user's cache directory; null: nothing is kept."""
@@ -554,8 +612,9 @@ class Evaluate:
 
     batch_size: int = 32
     """Rows at once."""
-    train_limit: int = 1000
-    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none."""
+    train_limit: int | None = None
+    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none. Null:
+    none in a run, and 1,000 in a cell of a sweep or study, whose curves have the error on them."""
     bootstrap: int = 1000
     """Resamples of the items for each interval."""
     confidence: float = 0.95

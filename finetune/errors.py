@@ -56,6 +56,16 @@ def is_disk_full(error: BaseException) -> bool:
     return system_error(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
+def full_at(error: Exception, place: Path) -> Exception:
+    """An error of a full disk with the path that has no room: the one that it names, of a copy where it goes, else
+    `place`, for what was written to it or to a temporary one of its name."""
+    code = system_error(error)
+    assert code is not None
+    named = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    own = named is None or f"{os.sep}.{place.name}." in str(named)
+    return OSError(code, os.strerror(code), str(place) if own else str(named))
+
+
 def disk_trouble(error: BaseException) -> str | None:
     """What the disk (or network file system) has, in words, where `error` comes from it: a cause that may pass, so that
     what was finished is kept and the same command goes on. None for any other error."""
@@ -108,6 +118,17 @@ def shortened(text: str, most: int = 60) -> str:
     """`text` in at most so many characters: what is too long loses its middle."""
     head = (most - 1) * 2 // 3
     return text if len(text) <= most else f"{text[:head]}…{text[head + 1 - most :]}"
+
+
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal obeys and nobody sees: control characters but for tabs and line ends, orders to write in the other
+direction, and halves of surrogate pairs, which no terminal takes."""
+
+
+def printable(text: str) -> str:
+    """`text` of a user's file, a name or a model as a terminal may have it: what would steer it is escaped as in JSON,
+    `\\u001b`, so that JSON stays what it was."""
+    return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def sentence(text: str, most: int = SENTENCE) -> str:

@@ -67,7 +67,6 @@ def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolv
     from experiments.recipe import Resolved, from_mapping
     from experiments.recipe.config import Recipe
     from experiments.recipe.resolve import resolve_tree
-    from experiments.recipe.tree import parse
 
     if isinstance(recipe, str | Path):
         return load_recipe(recipe, overrides)
@@ -80,9 +79,7 @@ def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolv
         raise _wrong(function, "recipe", "what load_recipe returns, a Recipe, a shipped name or a file", recipe)
     if not overrides:
         return recipe
-    changed = resolve_tree(parse(recipe.to_yaml(), recipe.name), [from_mapping(overrides)], name=recipe.name)
-    ours = {key: where for key, where in changed.origins.items() if where == "overrides"}
-    return Resolved(changed.recipe, recipe.name, {**recipe.origins, **ours})
+    return resolve_tree(recipe.tree(), [from_mapping(overrides)], name=recipe.name)
 
 
 def _wrong(function: str, name: str, wanted: str, value: Any) -> UserError:
@@ -287,6 +284,8 @@ def select(
             folder = Path(temporary) if out is None else kept.with_name(f"{kept.name}-texts")
             sides = {"pool": pool, "target": target}
             given |= {f"select.{name}.files": _side(name, side, folder) for name, side in sides.items()}
+            if not _names_files(target):
+                given["data.holdout"] = 0.0  # no training reads these texts
             resolved = load_recipe(None, {**given, **(overrides or {})})
         from experiments.select.select import select
 
@@ -313,12 +312,16 @@ def embedder(
     return RecipeEmbedder(recipe, recipe.select.embedder, _texts("embedder", "moments", moments) if moments else ())
 
 
+def _names_files(value: Any) -> bool:
+    given = [value] if isinstance(value, Path) else value
+    return not isinstance(given, str) and isinstance(given, Sequence) and bool(given) and isinstance(given[0], Path)
+
+
 def _side(name: str, value: Any, folder: Path) -> list[str]:
     """Files of one side: those that were given, or one that holds the given texts."""
-    given = [value] if isinstance(value, Path) else value
-    if not isinstance(given, str) and isinstance(given, Sequence) and given and isinstance(given[0], Path):
-        return _files("select", name, given)
-    texts = _texts("select", name, given)
+    if _names_files(value):
+        return _files("select", name, value)
+    texts = _texts("select", name, value)
     if not texts:
         raise UserError(f"select: {name} is empty; give at least one text")
     from finetune.atomic import write_text

@@ -18,6 +18,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from flatshift import commands, installation
 
@@ -81,11 +82,33 @@ def _refuse_remote_output(argv: Sequence[str]) -> None:
             )
 
 
+class _PlainOutput:
+    """A stream that escapes what would steer a terminal: texts, names and answers come from anywhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        from finetune.errors import printable
+
+        return self._stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _plain_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
+    """What a command prints to stdout, but for the colours of `--help`, goes through `printable`."""
+    if {"-h", "--help"} & {*argv}:
+        return contextlib.nullcontext()
+    return contextlib.redirect_stdout(cast("TextIO", _PlainOutput(sys.stdout)))
+
+
 def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
     """What the disk, or a path that somebody named, has; or our bug."""
     from finetune.errors import disk_trouble, is_disk_full, sentence
 
-    named = error.filename if isinstance(error, OSError) else None
+    named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # of a copy, where it goes
     place = f" at {named}" if named else ""
     if (trouble := disk_trouble(error)) is not None:
         then = "free some space" if is_disk_full(error) else "see to it"
@@ -136,14 +159,15 @@ def run(argv: Sequence[str]) -> int:
         if name == "doctor":
             _examine(argv)
         return _fail(f"error: {foreign}", 2)
-    from finetune.errors import Interrupted, OutOfMemory, UserError, sentence
+    from finetune.errors import Interrupted, OutOfMemory, UserError, first_line, sentence
     from regularizers.errors import RegularizerError
     from selection.errors import SelectionError
 
     try:
         _refuse_encoding(argv)
         _refuse_remote_output(argv)
-        return commands.run(name, list(argv[1:]))
+        with _plain_output(argv):
+            return commands.run(name, list(argv[1:]))
     except (UserError, SelectionError, RegularizerError) as error:
         return _end(f"error: {sentence(str(error))}", 2)
     except Interrupted as error:
@@ -159,6 +183,11 @@ def run(argv: Sequence[str]) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     except Exception as error:  # of the disk, or our bug
         return _broken_disk(error, argv)
+    except BaseException as error:  # of pyo3, which is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        gave_up = f"a tokenizer's library gave up ({first_line(error)}); its tokenizer.json holds what it cannot use"
+        return _end(sentence(f"error: {gave_up}; take the file that belongs to the weights"), 2)
 
 
 def _unexpected(error: Exception) -> int:

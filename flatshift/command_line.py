@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -21,12 +22,28 @@ import tyro
 from experiments.recipe import from_override, refuse_contradictions
 from experiments.recipe.config import Recipe, ending_with
 from experiments.run.console import others_speak
+from finetune.config import LONGEST
 from finetune.errors import UserError, shortened
 from finetune.launch import spawn
 from finetune.models.quantize import check_available
 from finetune.planner.rules import Settings, check_settings
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
+_SEED = (0, 2**63 - 1)
+_BOUNDS: dict[str, tuple[float | None, float | None]] = {
+    **dict.fromkeys(("seed", "sample_seed", "shot_seeds", "harness_seed", "sharpness_seed"), _SEED),
+    **dict.fromkeys(("batch_size", "harness_batch_size", "harness_limit", "sharpness_batches"), (1, None)),
+    **dict.fromkeys(("top_k", "num_beams", "pass_at", "node", "draws", "jobs", "max_cells", "processes"), (1, None)),
+    **dict.fromkeys(("shots", "harness_shots", "samples", "overlap", "more", "temperature"), (0, None)),
+    "max_new_tokens": (1, LONGEST),
+    "window": (2, LONGEST),
+    "top_p": (1e-6, 1),
+    "lease": (1, 86_400),
+    "every": (1, 86_400),
+}
+"""Least and largest value of a flag, which means the same in every command."""
+_MAY_BE_EMPTY = ("prompt",)
+"""Flags to which an empty text says something: a model can go on from nothing."""
 
 
 def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:
@@ -72,6 +89,18 @@ def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str
     return rest, given
 
 
+def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]:
+    """`overrides` with the files of `--data` as the training rows.
+
+    Raises UserError where `--data.train.files` names others.
+    """
+    if not files:
+        return list(overrides)
+    found = [*overrides, from_override("data.train.files", files, "--data")]
+    refuse_contradictions(found)
+    return found
+
+
 def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
     """The `flags` of the command `name` from its command line; whole numbers may be written `1e9`.
 
@@ -83,12 +112,41 @@ def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
     kinds = {one.name: set(_parts(hints[one.name])) for one in dataclasses.fields(flags)}
     try:
         with contextlib.redirect_stderr(said), _wide(argv):
-            return tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
+            made: Any = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
+        _refuse_nothing(argv)
+        _check_numbers(made)
+        return made
     except SystemExit as stop:
         if not stop.code:
             raise
         text = said.getvalue()
     raise UserError(f"{_told(text, kinds)}; see `flatshift {name} --help`")
+
+
+def _refuse_nothing(argv: Sequence[str]) -> None:
+    """Raise UserError for a flag or an argument that is an empty text."""
+    flag = ""
+    for token in argv:
+        head, equals, value = token.partition("=")
+        flag = head if token.startswith("--") else flag
+        empty = not value if token.startswith("--") and equals else not token
+        if empty and flag.removeprefix("--").replace("-", "_") not in _MAY_BE_EMPTY:
+            raise UserError(f"{flag or 'an argument'} is empty (''); give it a value, or leave it out")
+
+
+def _check_numbers(flags: Any) -> None:
+    """Raise UserError for a number that no flag of its name can have."""
+    for one in dataclasses.fields(flags):
+        value, shown = getattr(flags, one.name), f"--{one.name.replace('_', '-')}"
+        low, high = _BOUNDS.get(one.name, (None, None))
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                continue
+            if isinstance(number, float) and not math.isfinite(number):
+                raise UserError(f"{shown} must be a finite number, got {number}")
+            if (low is not None and number < low) or (high is not None and number > high):
+                wanted = f"at least {low}" if low is not None and number < low else f"at most {high}"
+                raise UserError(f"{shown} must be {wanted}, got {number}")
 
 
 def _parts(hint: Any) -> Iterator[Any]:

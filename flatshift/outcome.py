@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import printable
 from finetune.tasks import KINDS
 
 if TYPE_CHECKING:
@@ -21,9 +22,15 @@ _TOP, _VERDICTS, _TEXT = 3, 6, 64
 
 def say(table: str, commands: Sequence[Sequence[str]]) -> None:
     """Print `table` and `commands`, one a line, as a shell takes them."""
-    lines = [*table.splitlines(), "next:", *(f"  {shlex.join(words)}" for words in commands)]
-    text = "\n".join(lines).encode("utf-8", "backslashreplace").decode("utf-8")  # half a surrogate pair is no text
-    print(text, file=sys.stderr, flush=True)
+    lines = [*table.split("\n"), "next:", *(f"  {' '.join(map(_quoted, words))}" for words in commands)]
+    print(printable("\n".join(lines if table else lines[1:])), file=sys.stderr, flush=True)
+
+
+def _quoted(word: str) -> str:
+    """`word` as a shell takes it; with signs that steer a terminal in bash's and zsh's own escapes."""
+    if printable(word) == word:
+        return shlex.quote(word)
+    return "$'" + printable(word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")) + "'"
 
 
 def of_training(path: Path) -> None:
@@ -33,7 +40,8 @@ def of_training(path: Path) -> None:
     from finetune.evaluate.metrics import metric_of
 
     run, rows = read_run(path), []
-    for split, cells in run.eval.items():
+    alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
+    for split, cells in (run.eval | alone).items():
         if (name := headline(cells)) is None:
             continue
         floor = metric_of(name).floor or ""
@@ -135,8 +143,7 @@ def _on_selection(path: Path, recipe: dict[str, Any]) -> list[str] | None:
     from finetune.models.backbone import open_backbone
 
     name, text = str(recipe["backbone"]), recipe["select"]["columns"]["text"]
-    words = ["flatshift", "train", "language-model", "--data.train.files", str(path / "selected.jsonl")]
-    words += ["--data.dev.files", "[]", "--data.test.files", "[]"]
+    words = ["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl")]
     usual = load_recipe("language-model").recipe
     if name != usual.backbone:
         backbone = open_backbone(name)

@@ -36,21 +36,22 @@ class BadInput:
 
 
 def make_sandbox(root: Path) -> Path:
-    """Good rows, a backbone and a finished run in `root`, which the bad inputs are made from."""
+    """Good rows, a backbone and finished runs that sort and write in `root`, which the bad inputs are made from."""
     from finetune import assets
 
     write_jsonl(root / "rows.jsonl", ROWS)
     source = assets.backbone("flatshift-5m")
     assert source is not None
     shutil.copytree(source, root / "backbone")
-    command = ["train", str(root / "good.yaml"), "--out", str(root / "run"), "--train.peak_tflops", "1"]
     (root / "good.yaml").write_text(recipe(root), encoding="utf-8")
-    pid = os.fork()
-    if pid == 0:
-        from flatshift.cli import run
+    for name, more in (("run", []), ("writer", ["--task", "language-model"])):
+        command = ["train", str(root / "good.yaml"), "--out", str(root / name), "--train.peak_tflops", "1", *more]
+        pid = os.fork()
+        if pid == 0:
+            from flatshift.cli import run
 
-        os._exit(run(command))
-    assert os.waitpid(pid, 0)[1] == 0, "the run that bad inputs are made from failed"
+            os._exit(run(command))
+        assert os.waitpid(pid, 0)[1] == 0, "a run that bad inputs are made from failed"
     return root
 
 

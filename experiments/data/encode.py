@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.data.sources import SPLITS, Split, choose, parts_of, sets_apart
+from experiments.data.checks import RowChecks
+from experiments.data.holdout import SPLITS, RowKeys, Split
+from experiments.data.sources import choose, parts_of, sets_apart
 from experiments.recipe.config import Recipe
 from finetune.assets import beside_weights
 from finetune.cache_directory import cache_root
@@ -65,6 +67,8 @@ class Made:
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """`split: sentence` of what else the encoding has to say."""
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    """What `RowChecks` found."""
 
 
 def encode_rows(
@@ -79,6 +83,7 @@ def encode_rows(
     folder: Path | None = None,
     parts: int = 1,
     what: str | None = None,
+    checks: RowChecks | None = None,
 ) -> Made:
     """Encode routed rows, a chunk at a time, into columns.
 
@@ -87,6 +92,7 @@ def encode_rows(
         paths: the files that the rows come from.
         folder: where the columns go, one directory a split; None: memory.
         what: what a user calls the rows, where they are of no split of the recipe.
+        checks: what looks at them.
     Raises:
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
             a split or source is cut or left out for its length than the recipe allows (`Losses.refuse`).
@@ -118,6 +124,8 @@ def encode_rows(
             encoders[split, part] = task.encoder(tokenizer, recipe.train.max_length, **settings)
         encoded = encoders[split, part].add(chunk)
         losses.setdefault((split, part), Losses(_called(recipe, split, part, what))).add(encoded)
+        if checks is not None:
+            checks.add(split, part, chunk, encoded, writers[split].rows, encoders[split, part])
         writers[split].add(encoded.examples)
         made.truncated += encoded.truncated
         made.dropped += encoded.dropped
@@ -128,6 +136,8 @@ def encode_rows(
     for (split, part), encoder in encoders.items():
         made.notes += [f"{_called(recipe, split, part, what)}: {note}" for note in encoder.close()]
     made.splits = {split: writer.close() for split, writer in writers.items()}
+    if checks is not None:
+        made.checks = checks.close(made.splits["train"], labels)
     if made.dropped and not made.splits["train"]:
         raise UserError(
             f"train.overlong: drop leaves no training row, as all {made.dropped:,} are longer than train.max_length = "
@@ -209,10 +219,10 @@ def survey(recipe: Recipe) -> Survey:
     data, task = recipe.data, recipe.task
     parts = parts_of(data)
     wants_labels = task.has_classes and task.given_classes is None
-    apart = sets_apart(data)
+    keys = RowKeys() if sets_apart(data) else None
     limits = any(part.limit is not None for split in SPLITS for part in parts[split])
     targets = array("d") if task.has_targets else None
-    if not (wants_labels or apart or limits or targets is not None):
+    if not (wants_labels or keys is not None or limits or targets is not None):
         return Survey(dict.fromkeys(SPLITS), task.given_classes)
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     labels: set[str] = set()
@@ -222,13 +232,15 @@ def survey(recipe: Recipe) -> Survey:
             counts[split].append(0)
             for row in part.rows(data, task, skipped):
                 counts[split][-1] += 1
+                if split == "train" and keys is not None:
+                    keys.add(row, part.columns)
                 if split == "train" and targets is not None:
                     targets.append(row.values["label"])
                 elif split == "train":
                     labels.update(classes_of((row,)))
             if not counts[split][-1]:
                 part.refuse_none(skipped)
-    chosen = choose(data, parts, counts, recipe.train.seed)
+    chosen = choose(data, parts, counts, recipe.train.seed, keys)
     routes: dict[Split, np.ndarray | None] = {}
     for split in SPLITS:
         routes[split] = np.zeros(sum(counts[split]), dtype=np.uint8)
@@ -303,6 +315,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
 
     data = dataclasses.asdict(recipe.data)
     data.pop("cache")
+    data["checks"] = [name for name, value in data["checks"].items() if value == "off"]  # what is not even looked for
     counts: list[tuple[str, int, dict[str, Any]]] = []
     for split, parts in parts_of(recipe.data).items():
         for part in parts:
@@ -370,7 +383,7 @@ def _code_files() -> list[Path]:
     return [
         *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
         *map(Path, single),
-        *(here / name for name in ("encode.py", "sources.py", "splits.py")),
+        *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
     ]
 
 

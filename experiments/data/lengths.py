@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
-from experiments.data.sources import Split, judged_train
+from experiments.data.holdout import Split
+from experiments.data.sources import judged_train
 from experiments.recipe.config import Recipe
 from finetune.data.columns import Examples
 from finetune.data.example import Example
@@ -108,6 +109,59 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
             f"for the backward pass, and this machine has {gib(memory)}; take {fits:,} or fewer and raise "
             "train.accumulate, or lower train.max_length"
         )
+
+
+def evaluation_line(
+    recipe: Recipe,
+    splits: Mapping[Split, Sequence[Example]],
+    *,
+    classes: int,
+    device: str,
+    share: int = 1,
+    seconds: float | None = None,
+) -> str | None:
+    """What evaluating the run will take, for a person; None without rows, or where the backbone's sizes are unknown.
+
+    share: ranks that have rows of their own. seconds: of an update, where they are foretold.
+    """
+    from finetune.models.backbone import open_backbone
+    from finetune.planner.evaluation import evaluation_plan
+    from finetune.planner.footprint import Sizes
+
+    task, train = recipe.task, recipe.train
+    parts = {"train": judged_train(recipe, splits["train"]), "dev": splits["dev"], "test": splits["test"]}
+    parts["cold"] = (splits["test"] or splits["dev"])[: recipe.eval.cold]
+    parts = {name: rows for name, rows in parts.items() if len(rows)}
+    if not parts:
+        return None
+    try:
+        sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+        sizes = sizes.under(task, classes=classes or None)
+    except UserError:  # an architecture whose sizes are not to be read off
+        return None
+    plan = evaluation_plan(
+        sizes,
+        task,
+        train,
+        batch_size=max(1, recipe.eval.batch_size // share),
+        rows=sum(map(len, parts.values())),
+        tokens=sum(map(_tokens, parts.values())),
+        longest=max(map(longest_row, parts.values())),
+        classes=classes if task.score == "rank" else 0,
+        device=device,
+    )
+    whole = task.pack or not len(splits["train"])
+    mean = train.max_length if whole else _tokens(splits["train"]) / len(splits["train"])
+    update = train.batch_size * train.accumulate * mean
+    named = ", ".join(f"{name} {len(rows):,}" for name, rows in parts.items())
+    return plan.line(named, tokens=update, seconds=seconds)
+
+
+def _tokens(examples: Sequence[Example]) -> int:
+    """Of all sides together."""
+    columns = Examples.of(examples)
+    found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
+    return sum(int(rows[2].sum()) for rows in found if rows is not None)
 
 
 def _counted(recipe: Recipe) -> SimpleNamespace:

@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from experiments.data.holdout import SPLITS, RowKeys, Split, set_apart
 from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved
 from finetune.config import MOST_STEPS, Columns, Data, Train
@@ -30,8 +31,6 @@ _LOOKED_AT = 50
 _MUCH = 0.2
 _UNITS = {"rows": "samples", "tokens": "tokens"}
 """`data.train.weigh` in words."""
-Split = Literal["train", "dev", "test"]
-SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
 
 @dataclass(frozen=True)
@@ -61,15 +60,8 @@ class Part:
             label=task.read_label,
             used=self._used(task),
         )
-        apart = sets_apart(data) and self.setting.startswith("data.train")
         try:
             for row in rows:
-                if apart and row.record.get("repeat_of") is not None:
-                    raise UserError(
-                        f"{row.where}: repeats {row.record['repeat_of']!r}, and data.holdout may judge by the one and "
-                        "train on the other; set data.holdout to 0 and name rows to judge by, or choose the records "
-                        "with --select.method.repeats 1"
-                    )
                 yield row if self.name is None else dataclasses.replace(row, id=f"{self.name}/{row.id}")
         except UserError as error:
             raise UserError(f"{self.setting}.{error}" if str(error).startswith("first:") else str(error)) from None
@@ -133,14 +125,18 @@ class Chosen:
     """For dev and test with files of their own: places among the rows of those."""
 
 
-def choose(data: Data, parts: dict[Split, list[Part]], counts: dict[Split, list[int]], seed: int) -> Chosen:
+def choose(
+    data: Data, parts: dict[Split, list[Part]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
+) -> Chosen:
     """Set `data.holdout` apart where dev or test name no files, and apply limits.
 
-    counts: usable rows of each part.
+    counts: usable rows of each part. keys: of the training rows, where some are set apart.
     Raises UserError for a holdout of no row, a limit above the rows, and a source of which nothing is left.
     """
-    total = sum(counts["train"])
-    kept, apart = set_apart(total, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
+    kept = np.arange(sum(counts["train"]))
+    apart: dict[Split, np.ndarray] = {}
+    if keys is not None:
+        kept, apart = set_apart(keys, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
     train, start = [], 0
     for part, count in zip(parts["train"], counts["train"], strict=True):
         own = kept[(kept >= start) & (kept < start + count)]
@@ -166,27 +162,6 @@ def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> 
         return np.asarray(limit_rows(places.tolist(), limit, seed=seed), dtype=places.dtype)
     except UserError as error:
         raise UserError(f"{setting}.{error}") from None
-
-
-def set_apart(
-    total: int, share: float, splits: Sequence[Split] = SPLITS[1:]
-) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
-    """Of `total` rows the places that stay, and those that each of `splits` gets: `share` of them, alternately.
-
-    The draw is the same for every run. With fewer splits or a smaller share, all that is set apart is among what more
-    would set apart. Raises UserError for a share of no row.
-    """
-    everything = np.arange(total)
-    if not share or not splits:
-        return everything, {}
-    count = round(share * total)
-    if count < 1:
-        raise UserError(f"data.holdout: {share} of {total} rows is none; give more rows or a larger share")
-    chosen = np.array(limit_rows(range(total), count * len(splits), seed=derive(0, "holdout")))
-    taken: dict[Split, np.ndarray] = {}
-    for turn, split in enumerate(reversed(splits)):  # test has the first of them
-        taken[split] = chosen[turn :: len(splits)]
-    return np.setdiff1d(everything, chosen), taken
 
 
 def mixture_of(data: Data, sizes: Sequence[int]) -> Mixture | None:
@@ -265,7 +240,7 @@ def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
 def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
     """The training examples that are judged: `eval.train_limit` of them drawn by seed, since a file may be sorted by
     class; a larger limit contains a smaller one."""
-    limit = recipe.eval.train_limit
+    limit = recipe.eval.train_limit or 0
     if limit >= len(train):
         return train
     return limit_rows(train, limit, seed=derive(recipe.train.seed, "judge", "train")) if limit else []

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from experiments.data.checks import Finding, RowChecks, class_counts, class_line, findings, refuse
 from experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
+from experiments.data.holdout import SPLITS, RowKeys, Split
 from experiments.data.lengths import beyond_positions, check_answers
-from experiments.data.sources import SPLITS, Part, Split, check_classes, check_ends, choose, mixture_of, parts_of
+from experiments.data.sources import Part, check_classes, check_ends, choose, mixture_of, parts_of, sets_apart
 from experiments.recipe.config import Recipe
 from finetune.atomic import read_object
 from finetune.config import Columns
@@ -73,6 +75,8 @@ class Prepared:
     """what a user should know about how all this was come by, and what the encoding of each split has to say"""
     units: Units | None = None
     """how training sees the targets of a regression"""
+    checks: tuple[Finding, ...] = ()
+    """what `data.checks` found"""
 
 
 def read_splits(recipe: Recipe) -> SplitRows:
@@ -86,10 +90,14 @@ def read_splits(recipe: Recipe) -> SplitRows:
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
+    keys = RowKeys() if sets_apart(data) else None
     for split in SPLITS:
         for part in parts[split]:
             before = len(skipped)
             found = list(part.rows(data, task, skipped))
+            if keys is not None and split == "train":
+                for row in found:
+                    keys.add(row, part.columns)
             if not found:
                 part.refuse_none(skipped[before:])
             rows[split] += found
@@ -97,7 +105,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
         records = records or len(rows["train"]) + len(skipped)
     train = rows["train"]
     names = task.class_names(train)
-    chosen = choose(data, parts, counts, recipe.train.seed)
+    chosen = choose(data, parts, counts, recipe.train.seed, keys)
     held: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     for split in SPLITS[1:]:
         if split in chosen.own:
@@ -174,6 +182,23 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     return Prepared([], [], made.splits["test"], labels, made.truncated, skipped, [], notes=notes, units=units)
 
 
+def check_record(prepared: Prepared) -> dict[str, Any]:
+    """For the manifest: training rows of each class, and what `data.checks` found."""
+    counts = None if prepared.label_names is None else class_counts(Examples.of(prepared.train), prepared.label_names)
+    return {"classes": counts, "findings": [dataclasses.asdict(one) for one in prepared.checks]}
+
+
+def check_lines(prepared: Prepared, *, whole: bool = False) -> list[str]:
+    """The classes and what `data.checks` found, a line each; `whole`: every class, and every example that is known."""
+    lines = []
+    if prepared.label_names is not None:
+        lines.append(class_line(class_counts(Examples.of(prepared.train), prepared.label_names), whole=whole))
+    for one in prepared.checks:
+        lines.append(f"{one} (data.checks.{one.kind})")
+        lines += [f"  {example}" for example in one.examples[1:]] if whole else []
+    return [f"data: {line}" for line in lines]
+
+
 def learnt_record(prepared: Prepared) -> dict[str, Any]:
     """For the manifest: the classes in head order and the units of targets, which training rows alone can tell."""
     units = None if prepared.units is None else dataclasses.asdict(prepared.units)
@@ -235,6 +260,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         paths=paths,
         folder=None if shuffle else folder,
         parts=parts,
+        checks=RowChecks(recipe, tokenizer, wrong=flipped),
     )
     if shuffle:
         examples, flipped = shuffled_examples(
@@ -262,6 +288,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         "true_labels": true,
         "notes": made.notes,
         "units": None if units is None else dataclasses.asdict(units),
+        "checks": made.checks,
     }
     return _described(recipe, made.splits, about), about
 
@@ -269,6 +296,8 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
 def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[str, Any]) -> Prepared:
     check_ends(recipe, splits.values())
     check_answers(recipe, splits)
+    found = findings(about["checks"], splits)
+    refuse(found, recipe.data.checks)
     return Prepared(
         splits["train"],
         splits["dev"],
@@ -282,6 +311,7 @@ def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[
         mixture=mixture_of(recipe.data, about["sizes"]),
         notes=(*about["notes"], *beyond_positions(recipe, splits.values())),
         units=None if about["units"] is None else Units(**about["units"]),
+        checks=found,
     )
 
 

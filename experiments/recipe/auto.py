@@ -30,8 +30,8 @@ PRECISION, BACKBONE = "precision", "backbone_precision"
 def settled(
     resolved: Resolved, *, say: Callable[[str], None] = lambda line: None, kept: Path | None = None
 ) -> Resolved:
-    """`resolved` with `train.precision` and `train.backbone_precision` for the device at hand in place of `auto`, and
-    where they come from.
+    """`resolved` with `train.precision` and `train.backbone_precision` for the device at hand, and `task.template` for
+    the backbone's tokenizer, in place of `auto`, and where they come from.
 
     Among ranks that a launcher started, rank 0 decides for all; each of them must call this.
 
@@ -64,7 +64,7 @@ def settled(
             values[BACKBONE] = _kept_in(_with(resolved, values).recipe)
             if values[BACKBONE][0] != "same":
                 say(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
-    return _with(resolved, values)
+    return _with_template(_with(resolved, values), say)
 
 
 def readable(recipe: Recipe) -> Recipe:
@@ -167,6 +167,28 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
     if wide <= room or less > room:
         return "same", "auto"
     return "bf16", f"auto: {gib(wide)} with float32 weights, {gib(room)} are there"
+
+
+def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
+    """`resolved` with the shipped template for base models in place of `task.template: auto` where the backbone's
+    tokenizer has none, and where that comes from; says which is in use."""
+    recipe, name = resolved.recipe, resolved.recipe.task.template
+    if not recipe.task.converses:
+        return resolved
+    from finetune.data.chat.template import AUTO, resolved_template, template_line
+    from finetune.models.backbone import open_backbone
+
+    try:
+        tokenizer = open_backbone(recipe.backbone).tokenizer
+    except UserError:  # whoever loads it says what is wrong
+        return resolved
+    say(template_line(name, tokenizer))
+    if name != AUTO:
+        return resolved
+    found = resolved_template(name, tokenizer)
+    origin = "auto: the tokenizer's own" if found == AUTO else "auto: the tokenizer has none"
+    recipe = dataclasses.replace(recipe, task=recipe.task.altered(template=found))
+    return Resolved(recipe, resolved.name, {**resolved.origins, "task.template": origin})
 
 
 def _with(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from typing import Any, Literal, Union
@@ -17,6 +18,10 @@ _LONG_WORD = 200
 """Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
 _RETIRED = ("quality",)
 """Keys of a recipe that the resolved ones of earlier runs still name, as null."""
+_MAY_BE_EMPTY = ("prompt", "system", "prefix")
+"""Texts that go before others, where nothing is something to say."""
+_WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
+"""Texts that models read or write, in which a line break is meant by `\\n` on a command line."""
 _ROOM = 160
 """Characters for a list of what is known."""
 
@@ -49,11 +54,14 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
                 continue
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
         values[names[key]] = _value(hints[names[key]], child, _join(path, key), origins)
+    for one in dataclasses.fields(cls):
+        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.where}: {_join(path, key_of(one.name))} is missing; it has no default")
+    _refuse_nothing(cls, values, tree, path)
     try:
         return cls(**values)
     except ValueError as error:
-        field = str(error).split(" ", 1)[0]
-        where = tree.keys.get(field, tree.where)
+        where = tree.keys.get(str(error).split(" ", 1)[0], tree.where)
         raise UserError(f"{where}: {_join(path, str(error))}") from None
 
 
@@ -67,6 +75,15 @@ def _hints(cls: type) -> dict[str, Any]:
 def _names(cls: type) -> dict[str, str]:
     """Keys of a class's settings, and the fields they fill."""
     return {key_of(f.name): f.name for f in dataclasses.fields(cls)}
+
+
+def _refuse_nothing(cls: type, values: dict[str, Any], tree: Branch, path: str) -> None:
+    """Raise UserError for a setting that is an empty text and has another default."""
+    for field in dataclasses.fields(cls):
+        value, key = values.get(field.name), key_of(field.name)
+        if key not in _MAY_BE_EMPTY and field.default != "" and (value == "" or (type(value) is tuple and "" in value)):
+            where = tree.keys.get(key, tree.where)
+            raise UserError(f"{where}: {_join(path, key)} cannot be ''; give it a value, or leave it out")
 
 
 def _join(path: str, key: str) -> str:
@@ -106,6 +123,9 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             known, shown = nearest(str(tree.value), map(str, words)), shortened(str(tree.value), 40)
             if tree.value not in words and "did you mean" not in known:
                 raise UserError(f"{tree.where}: {path} cannot be {_quoted(tree.value)}{known}, or a list, as [{shown}]")
+        if {int, float} <= set(options):
+            whole = isinstance(tree, Leaf) and isinstance(tree.value, int | float) and float(tree.value).is_integer()
+            options = [int if whole else float]
     return _plain(options[0], tree, path, origins)
 
 
@@ -159,12 +179,15 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             raise UserError(f"{tree.where}: {path} must be a mapping, got {_shown(tree)}")
         value_hint = typing.get_args(hint)[1]
         origins[path] = tree.where
+        if value_hint is Any:
+            return _python(tree)
         return {key: _value(value_hint, child, f"{path}.{key}", {}) for key, child in tree.children.items()}
     if hint is tuple:
         return _plain(tuple[Any, ...], tree, path, origins)
     if hint is str and tree.where.startswith("--") and tree.text:
         origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
-        return _text(tree.text, Leaf(tree.text, tree.text, tree.where), path)
+        typed = _unescaped(tree.text) if path in _WRITTEN else tree.text
+        return _text(typed, Leaf(typed, typed, tree.where), path)
     if not isinstance(tree, Leaf):
         raise UserError(f"{tree.where}: {path} must be a single value, got {_shown(tree)}")
     origins[path] = tree.where
@@ -176,6 +199,20 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
             )
         return tree.value
     return _scalar(hint, tree, path)
+
+
+def _python(tree: Tree) -> Any:
+    """What a tree holds as plain values."""
+    if isinstance(tree, Leaf):
+        return tree.value
+    if isinstance(tree, Items):
+        return [_python(item) for item in tree.items]
+    return {key: _python(child) for key, child in tree.children.items()}
+
+
+def _unescaped(text: str) -> str:
+    """`text` with the line breaks and tabs that a shell hands on as two characters, `\\n` and `\\t`."""
+    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
 
 
 def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:

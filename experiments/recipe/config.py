@@ -50,7 +50,7 @@ class Select:
     hygiene: Hygiene = field(default_factory=Hygiene)
     """What is removed from the pool before anything is chosen."""
     budget: int = 1000
-    """Records to choose; with cynical, the default, readings: `select.method.repeats`."""
+    """Records to choose, no text twice; cynical with `select.method.repeats` counts readings."""
     method: Method = field(default_factory=Cynical)
     """How records are scored. Left out where an `embedder` is named: gotd, which works on its vectors."""
     embedder: Embedder = field(default_factory=TfIdf)

@@ -22,9 +22,11 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "tf32"): False,
     ("train", "backbone_precision"): "same",
     ("train", "deterministic"): False,
+    ("train", "extend"): "stretch",
     ("task", "metrics"): (),
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
+    ("columns", "system"): "system",
     ("hygiene", "drops"): (),
 }
 """(block, key) → default, where later versions added keys whose default is not null; at it they name no other run."""
@@ -43,7 +45,8 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
         tree.pop(name)
     for name in (*_PLACES, "peak_tflops", "max_cut"):  # the last refuses, and changes no figure
         tree["train"].pop(name)
-    tree["data"].pop("cache")
+    for name in ("cache", "checks"):  # the second refuses, and changes no figure
+        tree["data"].pop(name)
     tree["eval"].pop("cold")  # figures of the backbone, beside those of the run
     if tree["train"]["adapter_precision"] == "auto":
         tree["train"]["adapter_precision"] = "fp32"

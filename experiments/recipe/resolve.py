@@ -7,6 +7,7 @@ file that the recipe names may change, what the run reads must not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -16,18 +17,25 @@ from typing import Any, TypeVar
 
 from experiments.recipe.build import Origins, build, nearest
 from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch, Leaf, Tree, from_override, key_of, merge, parse, parse_file
+from experiments.recipe.tree import Branch, Items, Leaf, Tree, from_override, key_of, merge, parse, parse_file
 from finetune.atomic import read_object
 from finetune.config import Files, Source, TrainFiles
-from finetune.data.chat.template import shipped_templates, template_text
+from finetune.data.chat.template import AUTO, shipped_templates, template_text
 from finetune.errors import UserError, is_remote, shortened, user_path
 from finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
+_DEFAULT = "default"
+"""Origin of what nobody said."""
+HELD_OUT = 0.1
+"""`data.holdout` where the training rows are the user's own and nothing is said of others to judge by."""
+OWN_ROWS = "names rows of your own"
+"""End of the origins of settings that are so for that reason."""
 _LENGTHS = ("steps", "epochs")
 """Of `train`: both say how long; the upper layer's word counts."""
-_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.device", "data.cache")
+_EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
+_MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.extend", "train.device", "data.cache", *_EVALUATION)
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,20 @@ class Resolved:
         """The whole tree, defaults included, one origin comment per value; loads again to the same recipe."""
         return "\n".join(_dump(self.recipe, self.origins)) + "\n"
 
+    def tree(self) -> Tree:
+        """The same as a tree that others may be laid over; each value knows its origin."""
+        return _placed(parse(self.to_yaml(), self.name), self.origins)
+
     def to_dict(self) -> dict[str, Any]:
         """The whole tree as plain values."""
         return dataclasses.asdict(self.recipe)
+
+
+def _placed(tree: Tree, origins: Origins, path: str = "") -> Tree:
+    if isinstance(tree, Branch):
+        children = {key: _placed(one, origins, f"{path}.{key}".lstrip(".")) for key, one in tree.children.items()}
+        return dataclasses.replace(tree, children=children)
+    return dataclasses.replace(tree, where=origins.get(path, _DEFAULT))
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -116,7 +135,7 @@ def recipe_tree(reference: str) -> Branch:
 def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
     """Lay overrides over a tree and build it, as `load_recipe`."""
     origins: Origins = {}
-    recipe = build(of, _on_vectors(lay(tree, overrides)), origins=origins)
+    recipe = build(of, _on_own_rows(_on_vectors(lay(tree, overrides))), origins=origins)
     if recipe.train.epochs is not None and "train.steps" in origins:
         raise UserError(
             f"{origins['train.epochs']}: train.epochs and train.steps ({origins['train.steps']}) both say how long to "
@@ -135,6 +154,71 @@ def _on_vectors(tree: Tree) -> Tree:
     if not isinstance(method, Branch) or "kind" in method.children:
         return tree
     return merge(tree, from_override("select.method.kind", "gotd", block.children["embedder"].where))
+
+
+def _on_own_rows(tree: Tree) -> Tree:
+    """`tree` without the sample that a shipped recipe judges by, where the training rows are the user's own; a tenth of
+    these is held out then, and of a target that is all there is, unless something else is asked for."""
+    train = {name: _at(tree, "data", "train", name) for name in ("sources", "files")}
+    own = next((one for one in train.values() if one is not None and not _ships(one)), None)
+    judged = {split: _at(tree, "data", split, "files") for split in ("dev", "test")}
+    lent = {split: one for split, one in judged.items() if one is not None and _ships(one)}
+    if own is None and not any(train.values()):
+        own, lent = _at(tree, "select", "target", "files"), {}
+    elif not lent or own is None or _texts(own) in (_own_train(one.where) for one in lent.values()):
+        return tree
+    if own is None or not (_texts(own) or isinstance(own, Branch)) or _ships(own):
+        return tree
+    why = f"{own.where} {OWN_ROWS}"
+    changes = [from_override(f"data.{split}.files", (), why) for split in lent]
+    asked = _at(tree, "data", "holdout")
+    if asked is None and not any(one is not None for split, one in judged.items() if split not in lent):
+        changes.append(from_override("data.holdout", HELD_OUT, why))
+    if train["sources"] is own and train["files"] is not None and _ships(train["files"]):
+        changes.append(from_override("data.train.files", (), why))
+    for change in changes:
+        tree = merge(tree, change)
+    return tree
+
+
+def _at(tree: Tree, *path: str) -> Tree | None:
+    """The tree at a path; None where there is none, a null or a default."""
+    for key in path:
+        found = tree.children.get(key) if isinstance(tree, Branch) else None
+        if found is None or found.where == _DEFAULT or (isinstance(found, Leaf) and found.value is None):
+            return None
+        tree = found
+    return tree
+
+
+def _ships(tree: Tree) -> bool:
+    """True for what a shipped recipe says."""
+    return tree.where.startswith(str(_SHIPPED))
+
+
+def _texts(tree: Tree) -> list[str]:
+    """A value that is a text or a list of texts."""
+    items = tree.items if isinstance(tree, Items) else (tree,)
+    return [str(one.value) for one in items if isinstance(one, Leaf)]
+
+
+@functools.cache
+def _own_train(where: str) -> list[str] | None:
+    """The training files of the shipped recipe at `where`, FILE:LINE."""
+    files = _at(_read(Path(where.rpartition(":")[0])), "data", "train", "files")
+    return None if files is None else _texts(files)
+
+
+def held_out_lines(resolved: Resolved) -> list[str]:
+    """Sentences on the dev and test rows of a shipped recipe beside training rows of the user's own."""
+    origins = resolved.origins
+    emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(OWN_ROWS)]
+    if (why := origins.get("data.holdout", "")).endswith(OWN_ROWS):
+        return [f"data.holdout: {HELD_OUT:g} for dev and as much for test ({why})"]
+    if emptied:
+        names = " and ".join(emptied)
+        return [f"{names}: not the sample of the recipe ({origins[f'data.{emptied[0]}.files']})"]
+    return []
 
 
 def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
@@ -246,13 +330,13 @@ def _anchored(recipe: Recipe) -> Recipe:
     )
     task = recipe.task
     if names_file(recipe):
-        task = task.altered(template=_absolute(task.template or ""))
+        task = task.altered(template=_absolute(task.template))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 
 def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
-    """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device and
-    `train.steps` may be overridden.
+    """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device,
+    `train.steps` and what concerns evaluation alone may be overridden.
 
     Raises UserError if `run` is no run directory, its template changed, or an override changes anything else.
     """
@@ -273,7 +357,8 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
             key = ".".join(map(key_of, key.split(".")))
             others = "; `flatshift eval RUN --data FILE` judges other rows" if key.startswith("data.") else ""
             raise UserError(
-                f"--{key}: a run keeps all but mesh, train.device and train.steps; start a new run for {key}{others}"
+                f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend and its evaluation "
+                f"(eval, task.score, task.max_new_tokens); start a new run for {key}{others}"
             )
     changed = {key: origin for key, origin in origins.items() if old.get(key) != new.get(key)}
     return Resolved(with_own_template(run, after), run.name, read_origins(path, before) | changed)
@@ -352,6 +437,8 @@ def _scalar_text(value: Any) -> str:
         return str(value)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_scalar_text(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_quoted(key)}: {_scalar_text(item)}" for key, item in value.items()) + "}"
     if _SAFE_TEXT.fullmatch(value):
         leaf = parse(value, "value")
         if isinstance(leaf, Leaf) and isinstance(leaf.value, str):
@@ -364,7 +451,7 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
     lines: list[str] = []
 
     def origin(of: str) -> str:
-        return f"  # {_escaped(origins.get(of, 'default'))}"
+        return f"  # {_escaped(origins.get(of, _DEFAULT))}"
 
     for field in dataclasses.fields(value):
         name, child = key_of(field.name), getattr(value, field.name)
@@ -398,13 +485,12 @@ COPY = "template.jinja"
 
 def names_file(recipe: Recipe) -> bool:
     """Whether `task.template` is a file of the user's, not a shipped name or the tokenizer's own."""
-    return recipe.task.template is not None and recipe.task.template not in shipped_templates()
+    return recipe.task.template not in (AUTO, *shipped_templates())
 
 
 def template_copy(recipe: Recipe) -> dict[str, str]:
     """What a new run directory keeps of the user's template: file name → text; nothing where there is none."""
-    template = recipe.task.template
-    return {COPY: template_text(template)} if template is not None and names_file(recipe) else {}
+    return {COPY: template_text(recipe.task.template)} if names_file(recipe) else {}
 
 
 def with_own_template(run: Path, recipe: Recipe) -> Recipe:
@@ -414,14 +500,9 @@ def with_own_template(run: Path, recipe: Recipe) -> Recipe:
     manifest.json notes.
     """
     task, file = recipe.task, run / "manifest.json"
-    if task.template is None:
-        return recipe
     if names_file(recipe) and (run / COPY).is_file():
         task = task.altered(template=str((run / COPY).absolute()))
     noted = read_object(file).get("chat_template") if file.is_file() else None
-    if noted is not None:
-        now = task.template_record()
-        assert now is not None
-        if now["sha256"] != noted["sha256"]:
-            raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
+    if noted is not None and (now := task.template_record()) is not None and now["sha256"] != noted["sha256"]:
+        raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")
     return dataclasses.replace(recipe, task=task)

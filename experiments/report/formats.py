@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from experiments.statistics.intervals import Interval
+from finetune.errors import printable
 from finetune.evaluate.metrics import metric_of
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -189,7 +190,7 @@ def setting(where: Mapping[str, Any]) -> str:
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
     """A table as lines of a terminal, columns two blanks apart; those numbered in `right` are set flush right."""
-    lines = [columns, *rows]
+    lines = [[printable(text) for text in line] for line in (columns, *rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
 
     def cell(text: str, place: int) -> str:

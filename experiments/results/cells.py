@@ -61,7 +61,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
                 raise ValueError("keys are missing")
         except FileNotFoundError:
             continue
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: not a cell's result ({error}); {fix}") from None
         found = unsealed(path, found, fix=fix)
         return {**found, "status": status_of(found)}
@@ -75,7 +75,7 @@ def read_marker(out: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("not an object")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path}: not valid JSON ({error}); delete it and run the sweep again, which keeps its cells"
         ) from None

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from finetune.errors import STOP_SIGNALS
+from finetune.errors import STOP_SIGNALS, Interrupted, printable
 from finetune.figures import per_second
 
 Draw = Callable[..., Path]
@@ -117,25 +117,52 @@ class Console:
         """Print a line."""
         self.outline([line], [line])
 
+    def detail(self, line: str) -> None:
+        """A line for the log, printed where `verbose` asks for it."""
+        self.outline([], [line])
+
     def outline(self, short: Sequence[str], whole: Sequence[str]) -> None:
         """Print the lines `short`, or where `verbose` all of `whole`, which the log has in any case."""
         if self.log is not None:
             for line in whole:
-                self.log(line)
+                self.log(printable(line))
         for line in () if self.quiet else whole if self.verbose else short:
             _Output.last = time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+            print(printable(line), file=sys.stderr, flush=True)
 
     @contextmanager
-    def task(self, label: str, total: int | None, unit: str = "") -> Iterator[Bar]:
+    def task(self, label: str, total: int | None, unit: str = "", *, brief: bool = False) -> Iterator[Bar]:
         """A progress bar (terminal) or a line every four seconds and at the end (elsewhere). total: None where nobody
-        can know."""
-        if self.terminal:
-            yield from self._bar(label, total, unit)
-        else:
-            yield from self._lines(label, total, unit)
+        can know.
 
-    def _bar(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
+        brief: nothing of it stays on a terminal, and nothing is said elsewhere of what takes less than four seconds.
+        """
+        if self.terminal:
+            yield from self._bar(label, total, unit, brief)
+        else:
+            yield from self._lines(label, total, unit, brief)
+
+    @contextmanager
+    def evaluating(
+        self, label: str, rows: int, *, stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[Callable[[int], None]]:
+        """Progress of an evaluation of so many rows; gives `finetune.data.inference.Inference.beat`.
+
+        Raises Interrupted where `stop()` is true at a beat.
+        """
+        with self.task(label, rows, "rows", brief=True) as bar:
+            done = 0
+
+            def beat(more: int) -> None:
+                nonlocal done
+                done += more
+                bar(min(done, rows))
+                if stop():
+                    raise Interrupted(f"{label} stopped after {done:,} of {rows:,} rows")
+
+            yield beat
+
+    def _bar(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[Bar]:
         from rich import progress as bars
         from rich.console import Console as RichConsole
 
@@ -148,7 +175,7 @@ class Console:
             bars.TextColumn("{task.fields[note]}", style="dim"),
         )
         pace = _Pace()
-        with others_speak(), bars.Progress(*columns, console=RichConsole(stderr=True)) as shown:
+        with others_speak(), bars.Progress(*columns, console=RichConsole(stderr=True), transient=brief) as shown:
             task = shown.add_task(label, total=total, note="", rate="")
 
             def update(done: int, note: str = "") -> None:
@@ -158,9 +185,10 @@ class Console:
 
             yield update
 
-    def _lines(self, label: str, total: int | None, unit: str) -> Iterator[Bar]:
+    def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[Bar]:
         start = last = time.monotonic()
         latest, pace = (0, ""), _Pace()
+        said: tuple[int, str] | None = None
 
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
@@ -173,15 +201,16 @@ class Console:
             return f"{label}: {so_far}{'  ' + note if note else ''}"
 
         def update(done: int, note: str = "") -> None:
-            nonlocal last, latest
+            nonlocal last, latest, said
             latest = (done, note)
             pace.begin(done)
             if time.monotonic() - last > _EVERY_S:
-                last = time.monotonic()
+                last, said = time.monotonic(), latest
                 self.say(line(done, note))
 
         yield update
-        self.say(line(*latest))
+        if said != latest and not (brief and said is None):
+            self.say(line(*latest))
 
 
 @contextmanager

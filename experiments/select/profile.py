@@ -62,7 +62,7 @@ def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, chosen: np.
     if len(chosen) < _FEWER * readings:
         found["warnings"].append(
             f"{len(chosen):,} records make up {readings:,} readings, as the pool has few that are like the target; "
-            "lower select.budget, or set select.method.repeats to 1"
+            "lower select.budget, or leave select.method.repeats out"
         )
     return found
 

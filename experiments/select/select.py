@@ -23,6 +23,7 @@ from experiments.run.console import Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
 from experiments.select.checks import can_check, check_choice, standing
+from experiments.select.copies import without_copies
 from experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
 from experiments.select.hygiene import clean_rows
 from experiments.select.kept import KeptScores
@@ -130,6 +131,12 @@ def select_into(
     embedded, peak = time.monotonic(), {"features": _peak_bytes()}
     selector = _fitted(recipe, sides, vectors, console, state, fit)
     chosen = np.asarray(selector.select(spec.budget))
+    if getattr(spec.method, "repeats", 1) == 1:
+        chosen, copies = without_copies(selector, sides, chosen)
+        if copies.passed:
+            console.say(f"{copies.passed:,} records say the same as one before them, and the next are chosen for them")
+        if copies.left:
+            console.say(f"warning: {copies.left:,} of the chosen say the same as another: the pool has no other text")
     if ties := selector.ties(spec.budget):
         console.say(f"warning: {ties:,} records tie at the cut; file order decides which of them are chosen")
     solved = time.monotonic()
@@ -185,7 +192,7 @@ def select_into(
     if "distinct" in told:
         console.say(
             f"the budget counts readings: {told['distinct']:,} records, {told['again']:,} of them to be read more than "
-            f"once, up to {told['most_times']} times (--method cynical --select.method.repeats 1: none)"
+            f"once, up to {told['most_times']} times (select.method.repeats)"
         )
     return manifest
 

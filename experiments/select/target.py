@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.sources import set_apart
+from experiments.data.holdout import RowKeys, set_apart
 from experiments.data.splits import read_splits
 from experiments.recipe.config import Recipe
 from experiments.run.console import Console
 from experiments.select.pool import Records, read_records
 from finetune.atomic import read_object
-from finetune.config import Data
+from finetune.config import Columns, Data
 from finetune.data.files import describe
 from finetune.data.rows import Row, limit_rows
 from finetune.errors import UserError
@@ -40,10 +40,19 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     found = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
     apart: list[Row] = []
     if data.holdout and not data.train.all_files:
-        kept, splits = set_apart(len(found.rows), data.holdout)
-        apart = [found.rows[i] for i in np.sort(np.concatenate(list(splits.values()))).tolist()]
+        keys = RowKeys()
+        for row in found.rows:
+            keys.add(row, spec.columns)
+        try:
+            kept, _ = set_apart(keys, data.holdout)
+        except UserError:  # nor would a run train on so few
+            kept = np.arange(len(keys))
+        apart = [found.rows[i] for i in np.setdiff1d(np.arange(len(keys)), kept).tolist()]
         found = replace(found, rows=[found.rows[i] for i in kept.tolist()])
-        console.say(f"target: {len(apart):,} of its {found.total:,} rows are set apart for judging (data.holdout)")
+        console.say(
+            f"target: {len(apart):,} of its {found.total:,} rows are set apart, for a run on them to judge by "
+            f"(data.holdout {data.holdout:g})"
+        )
     limited = limit_rows(found.rows, spec.target.limit, seed=derive(recipe.train.seed, "limit", "target"))
     return replace(found, rows=limited), apart
 
@@ -59,13 +68,15 @@ def _training_rows(recipe: Recipe) -> Records:
 
 def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
     """What a manifest tells of the target: its `files` (SHA-256 of each, else its name), the share of their rows that
-    is set `apart`, and how many bad rows were `skipped` before that draw."""
+    is set `apart`, and what that draw depends on: how many bad rows were `skipped` before, and the names of `columns`.
+    """
     spec, data = recipe.select, recipe.data
     assert spec is not None
     named = bool(spec.target.files)
     apart = _share_apart(data) if not (named and data.train.all_files) else 0.0
     files = spec.target.files if named else data.train.all_files
-    return {"files": _contents(files), "apart": apart, "skipped": len(skipped)}
+    columns = _keys(spec.columns if named else data.columns)
+    return {"files": _contents(files), "apart": apart, "skipped": len(skipped), "columns": columns}
 
 
 def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
@@ -89,11 +100,17 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
     if not set(own) & set(seen["files"]):
         return
     same_draw = own == seen["files"] and data.train.first is None and len(skipped) == seen["skipped"]
+    same_draw = same_draw and _keys(data.columns) == seen["columns"]
     if not same_draw or seen["apart"] < _share_apart(data):
         raise UserError(
             f"data.holdout: the selection's target has rows of {data.train.all_files[0]} that are set apart for "
             f"judging; {cure}"
         )
+
+
+def _keys(columns: Columns) -> list[str]:
+    """Names of the columns by which copies and classes are known."""
+    return [columns.text, columns.text2, columns.label]
 
 
 def _share_apart(data: Data) -> float:

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from experiments.workflows.context import Probe
 
 _DONE = Path("stages", "fine-tune", "done.json")
+_TRAINING_ROWS = 1000
+"""That are judged of a cell whose recipe does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ class Result:
     """Why it trained alone, where that showed only when its stack began."""
     figures: dict[str, Any] | None = None
     """What its probe found; None without one."""
+    checks: dict[str, str] = field(default_factory=dict)
+    """What `data.checks` found in its rows: kind → sentence."""
 
 
 def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
@@ -93,6 +97,9 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     from experiments.workflows.run_parts import recipe_inputs
 
     resolved = settled(resolved)
+    if resolved.recipe.eval.train_limit is None:
+        judged = dataclasses.replace(resolved.recipe.eval, train_limit=_TRAINING_ROWS)
+        resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=judged))
     digests = [file_digest(path) for path in recipe_inputs(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)
     digests += settings_digests(resolved.recipe)
@@ -192,7 +199,8 @@ def train_cell(
         metrics = execute(context, rows)
     remove_weights(directory)
     _refuse_broken(metrics)
-    return Result("done", metrics=metrics, figures=None if probe is None else probe.figures())
+    figures = None if probe is None else probe.figures()
+    return Result("done", metrics=metrics, figures=figures, checks={one.kind: str(one) for one in rows.checks})
 
 
 def _refuse_broken(metrics: Mapping[str, Any]) -> None:
@@ -232,8 +240,9 @@ def finish_cell(directory: Path, cell: Cell, result: Result) -> None:
     """Write a cell's result.json, making `directory` if need be; from then on the cell is never run again."""
     directory.mkdir(parents=True, exist_ok=True)
     found = dataclasses.asdict(result)
-    if result.figures is None:
-        del found["figures"]
+    for name in ("figures", "checks"):
+        if not found[name]:
+            del found[name]
     write_sealed(
         directory / RESULT,
         {

@@ -169,7 +169,7 @@ class _Queue:
     deaths: Counter[str] = field(default_factory=Counter)
     stillborn: int = 0
     said: set[str] = field(default_factory=set)
-    """Why stacks fell apart, as far as that was said."""
+    """Why stacks fell apart, and what is to be known of the rows, as far as that was said."""
 
     def work_here(self) -> None:
         """Run every unit in this process, one after another."""
@@ -357,6 +357,10 @@ class _Queue:
 
     def _ended_one(self, cell: Cell, result: dict[str, Any]) -> None:
         self.progress.ended(cell, result)
+        for kind, text in (result.get("checks") or {}).items():
+            if kind not in self.said:  # other cells have the same rows
+                self.said.add(kind)
+                self.progress.console.say(f"data: {text} (data.checks.{kind})")
         self.on_result(self.out / "cells" / cell.key / RESULT)
 
     def _log(self, text: str) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from experiments.data.sources import judged_train
 from experiments.data.splits import Prepared, read_splits
 from experiments.recipe.config import Recipe, warm_up_task
+from experiments.run.console import Console
 from finetune.adapters.initial_values import Beginning
-from finetune.atomic import replacing, write_json
+from finetune.atomic import read_object, replacing, write_json
 from finetune.compute.presence import resolve_device
 from finetune.data.encoding import encode
 from finetune.data.example import IGNORE, Example
 from finetune.data.inference import Inference
 from finetune.data.rows import limit_rows
+from finetune.digests import adapter_digest, record_digest
 from finetune.evaluate.judge import evaluate
 from finetune.evaluate.metrics import metric_of
 from finetune.models.backbone import open_backbone
@@ -29,6 +33,8 @@ from finetune.tasks import LanguageModel, MaskedLM, Task
 
 Laid = tuple[Engine, Any]
 """A backbone with an adapter, ready for use, and its tokenizer."""
+Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
+"""Follows the evaluation of so many rows under a label, as `Console.evaluating`."""
 
 
 def lay_out(
@@ -86,27 +92,26 @@ def judge(
     *,
     task: Task,
     split: str,
+    watch: Watch,
     label_names: tuple[str, ...] | None = None,
     said: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """`finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
-    return evaluate(
-        engine.judged,
-        tokenizer,
-        examples,
-        task=task,
-        config=recipe.eval,
-        inference=Inference.of(
-            tokenizer,
-            recipe.train,
-            batch_size=recipe.eval.batch_size,
-            device=engine.device,
-            share=engine.evaluation,
-        ),
-        label_names=label_names,
-        seed=derive(recipe.train.seed, "bootstrap", split),
-        said=said,
+    inference = Inference.of(
+        tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
     )
+    with watch(f"evaluating {split}", len(examples)) as beat:
+        return evaluate(
+            engine.judged,
+            tokenizer,
+            examples,
+            task=task,
+            config=recipe.eval,
+            inference=dataclasses.replace(inference, beat=beat),
+            label_names=label_names,
+            seed=derive(recipe.train.seed, "bootstrap", split),
+            said=said,
+        )
 
 
 def judge_splits(
@@ -114,45 +119,104 @@ def judge_splits(
     engine: Engine,
     tokenizer: Any,
     prepared: Prepared,
-    say: Callable[[str], None],
+    console: Console,
+    *,
+    watch: Watch,
     keep: Path | None = None,
+    finished: FinishedSplits | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds.
 
-    keep: predictions.parquet to write, of dev and test.
+    keep: predictions.parquet to write, of dev and test. finished: splits of an earlier try, which are taken from there,
+    and to which those are added that end here.
     """
     splits = {"train": judged_train(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
-    result, kept = {}, dict[str, dict[str, Any]]()
+    result, tables = {}, []
     for split, examples in splits.items():
-        if examples:
+        if not examples:
+            continue
+        if finished is not None and (known := finished.read(split)) is not None:
+            result[split], table = known
+            console.say(f"{split}: evaluated before")
+        else:
             said: dict[str, Any] = {}
             result[split] = judge(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
-                said=said,
+                watch=watch, said=said,
             )  # fmt: skip
-            say(f"{split}: {', '.join(shown(result[split]))}")
-            if keep is not None and split != "train":
-                kept[split] = {"row": places_of(examples), "text": texts_of(examples, tokenizer), **said}
-    if keep is not None and engine.is_main and kept:
-        write_predictions(keep, kept.items())
+            table = None
+            if keep is not None and split != "train" and engine.is_main:
+                columns = {"row": places_of(examples), "text": texts_of(examples, tokenizer), **said}
+                table = predictions_table(split, columns)
+            if finished is not None:
+                finished.add(split, result[split], table)
+        console.say(f"{split}: {', '.join(shown(result[split]))}")
+        tables += [] if table is None else [table]
+    if keep is not None and tables:
+        write_tables(keep, tables)
     return result
 
 
-def judge_cold(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, folder: Path) -> None:
+def judge_cold(
+    recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, folder: Path, *, watch: Watch
+) -> dict[str, Any]:
     """cold.json and cold.parquet of a run: the first `eval.cold` rows of test (else dev) by the bare backbone.
 
     engine: the recipe's, laid out without an adapter. On a mesh every rank calls this.
+    Returns what cold.json holds; nothing where there are no such rows.
     """
     split, examples = ("test", prepared.test) if prepared.test else ("dev", prepared.dev)
     if not (some := examples[: recipe.eval.cold]):
-        return
+        return {}
     said: dict[str, Any] = {}
     found = judge(
-        recipe, engine, tokenizer, some, task=recipe.task, split=split, label_names=prepared.label_names, said=said
-    )
+        recipe, engine, tokenizer, some, task=recipe.task, split=split, label_names=prepared.label_names, watch=watch,
+        said=said,
+    )  # fmt: skip
     if engine.is_main:
-        write_predictions(folder / "cold.parquet", [(split, {"row": places_of(some), **said})])
-        write_json(folder / "cold.json", {split: found})
+        write_tables(folder / COLD_ROWS, [predictions_table(split, {"row": places_of(some), **said})])
+        write_json(folder / COLD, {split: found})
+    return {split: found}
+
+
+COLD, COLD_ROWS = "cold.json", "cold.parquet"
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedSplits:
+    """What an evaluation that was stopped has finished, by split; of one process."""
+
+    folder: Path
+    of: str
+    """Names the adapter and the settings that the figures are of; others are not taken over."""
+
+    @classmethod
+    def at(cls, run: Path, recipe: Recipe) -> FinishedSplits:
+        """In the state of the run directory `run`, of its adapter and `recipe`."""
+        task, settings = dataclasses.asdict(recipe.task), dataclasses.asdict(recipe.eval)
+        of = {"adapter": adapter_digest(run), "task": task, "eval": settings}
+        return cls(run / "state" / "evaluated", record_digest(of))
+
+    def read(self, split: str) -> tuple[dict[str, Any], Any] | None:
+        """Its figures and, where they are kept, the table of its rows."""
+        import pyarrow.parquet as pq
+
+        file, rows = self.folder / f"{split}.json", self.folder / f"{split}.parquet"
+        record = read_object(file) if file.is_file() else {}
+        if record.get("of") != self.of:
+            return None
+        return record["figures"], pq.read_table(rows) if rows.is_file() else None
+
+    def add(self, split: str, figures: dict[str, Any], table: Any = None) -> None:
+        """Keep the figures of a split."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if table is not None:
+            write_tables(self.folder / f"{split}.parquet", [table])
+        write_json(self.folder / f"{split}.json", {"of": self.of, "figures": figures})
+
+    def drop(self) -> None:
+        """All is in the run's own files now."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 TEXTS_KEPT, _LONGEST = 2000, 600
@@ -189,13 +253,21 @@ def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Seque
 
     splits: pairs of a split's name and its columns, of as many entries as the split has rows.
     """
+    write_tables(path, [predictions_table(split, columns) for split, columns in splits])
+
+
+def predictions_table(split: str, columns: Mapping[str, Sequence[Any]]) -> Any:
+    """A split's part of `write_predictions`, as Arrow has it."""
+    import pyarrow as pa
+
+    return pa.table({"split": [split] * len(columns["row"]), **{k: pa.array(v) for k, v in columns.items()}})
+
+
+def write_tables(path: Path, tables: Sequence[Any]) -> None:
+    """Arrow tables below each other as one Parquet file, whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    tables = [
-        pa.table({"split": [split] * len(columns["row"]), **{k: pa.array(v) for k, v in columns.items()}})
-        for split, columns in splits
-    ]
     with replacing(path) as temporary:
         pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)
 
@@ -228,16 +300,17 @@ def text_perplexity(
     only: tuple[str, ...] = ("dev", "test"),
     world: World | None = None,
     model: Laid | None = None,
+    watch: Watch | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen; of an encoder the
     pseudo-perplexity of hidden tokens.
 
     task: what the warm-up trains, by default as `warm_up_task` says. adapter: a warm-up adapter's directory, or None
     for the cold backbone. only: the splits to judge. world: the recipe's mesh, on which every rank calls this.
-    model: what holds the adapter already; else it is laid out.
+    model: what holds the adapter already; else it is laid out. watch: None follows in silence.
     Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
-    task = task or warm_up_task(recipe)[0]
+    task, watch = task or warm_up_task(recipe)[0], watch or Console(quiet=True).evaluating
     if task.pack:
         task = task.altered(pack=False)
     rows = read_splits(recipe)
@@ -254,5 +327,5 @@ def text_perplexity(
         )  # fmt: skip
         if not encoded.examples:
             continue
-        result[name] = judge(recipe, engine, tokenizer, encoded.examples, task=task, split=name)
+        result[name] = judge(recipe, engine, tokenizer, encoded.examples, task=task, split=name, watch=watch)
     return result

@@ -54,7 +54,7 @@ class WritingRuns:
                 raise UserError(f"{path}: its adapter reads features with every row, and nobody hands it any here")
             name = path.resolve().name
             name = name if name not in self._subjects else str(path)
-            if name in self._subjects:
+            if path.resolve() in [one.run.resolve() for one in self._subjects.values() if one.run is not None]:
                 raise UserError(f"{path} is named twice; name each run once")
             self._subjects[name] = Subject(name, recipe, path)
         self._models = Adapted(Console(quiet=quiet))
@@ -66,6 +66,14 @@ class WritingRuns:
     def names(self) -> tuple[str, ...]:
         """In the order given."""
         return tuple(self._subjects)
+
+    def check_system(self) -> None:
+        """Raise UserError unless every run was trained on conversations, where a system turn has a place."""
+        for name, subject in self._subjects.items():
+            if not subject.recipe.task.converses:
+                raise UserError(
+                    f"--system: {name} was not trained on conversations and reads no system turn; leave it out"
+                )
 
     def reply(
         self,
@@ -101,14 +109,14 @@ class WritingRuns:
         question = _question(task, asked, tokenizer, raw=raw)
         ends = {end_token(tokenizer), question.stop} - {None}
         written: list[int] = []
-        said = ""
+        said, lead = "", "" if raw else question.lead
 
         def tell(token: int) -> None:
             nonlocal said
             if token in ends:
                 return
             written.append(token)
-            text = str(tokenizer.decode(written, skip_special_tokens=True))
+            text = _without(lead, str(tokenizer.decode(written, skip_special_tokens=True)))
             if not text.endswith("\ufffd"):  # a character in parts
                 told(text[len(said) :])
                 said = text
@@ -127,10 +135,15 @@ class WritingRuns:
                 decoder_start=backbone.decoder_start if task.encoder_decoder else None,
                 on_token=tell if how.num_beams == 1 else None,
             )
-        text = str(tokenizer.decode(answer.ids, skip_special_tokens=True))
+        text = _without(lead, str(tokenizer.decode(answer.ids, skip_special_tokens=True)))
         if len(text) > len(said):
             told(text[len(said) :])
         return Reply(text, len(question.ids), len(answer.ids), answer.ended)
+
+
+def _without(lead: str, text: str) -> str:
+    """The answer's own words: without what its template writes before them, or the beginning of that."""
+    return "" if lead.startswith(text) else text.removeprefix(lead)
 
 
 def _question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *, raw: bool) -> Question:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +62,10 @@ class RunContext:
     lay_out: LayOut = lay_out
     """Gives the model of a stage."""
 
+    def watch(self, label: str, rows: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Follow an evaluation on the console; it ends at the first batch after a signal to stop, on all ranks."""
+        return self.console.evaluating(label, rows, stop=lambda: self.world.any(self.stop()))
+
 
 @contextmanager
 def opened(
@@ -109,5 +113,5 @@ def _peak(recipe: Recipe, world: World, console: Console) -> float:
     shown = f"{peak:.3g} TFLOP/s" if peak >= 1 else f"{1000 * peak:.3g} GFLOP/s"
     threads = torch.get_num_threads()
     where = f"{threads} thread{'s' if threads > 1 else ''}" if world.device.type == "cpu" else "one device"
-    console.say(f"peak: {shown}, measured: the best {precision} matrix product on {where}; MFU is a share of it")
+    console.detail(f"peak: {shown}, measured: the best {precision} matrix product on {where}; MFU is a share of it")
     return peak

@@ -1,7 +1,7 @@
 """A run's model for other programs: GGUF for llama.cpp, a Modelfile for Ollama, a folder with its own check for vLLM.
 
-Each is made of the merged model, and each is compared with the run: `reference.json` holds what training's own tokens
-of some prompts of the run make the model say next, in float32.
+Each is made of the merged model, and each is compared with the run (`experiments.workflows.folder_check`):
+`reference.json` holds what training's own tokens of some prompts of the run make the model say next, in float32.
 """
 
 from __future__ import annotations
@@ -12,27 +12,30 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
-from experiments.workflows.build import lay_out
-from experiments.workflows.export import require_finished
-from experiments.workflows.merge import alone_in_float32, merge
+from experiments.workflows.export import rows_in_reach
+from experiments.workflows.folder_check import Expected, Gguf, compare, expected
+from experiments.workflows.generation_settings import all_ends, trained_ends
+from experiments.workflows.merge import merge_into, require_foldable
 from experiments.workflows.model_card import card
-from experiments.workflows.saved_tokenizer import run_rows
+from experiments.workflows.saved_tokenizer import RunRows
 from finetune.atomic import write_json, write_text
 from finetune.data.encoding import end_token, plain_ids
 from finetune.errors import UserError, shortened
 from finetune.lock import owned
-from finetune.models.backbone import open_backbone, quiet_transformers
+from finetune.models.backbone import open_backbone
 from finetune.run_directory import new_output, refuse_old
 
 Program = Literal["gguf", "ollama", "vllm"]
 Outtype = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 GGUF, ADAPTER_GGUF, REFERENCE = "model.gguf", "adapter.gguf", "reference.json"
-_PROMPTS, _TOKENS, _LIKELIEST = 4, 256, 5
+ENDS = ("eos", "eot", "eom")
+"""What a GGUF file calls the tokens that end an answer."""
 _PACKAGE = "convert_hf_to_gguf"
 _HERE = Path(__file__).resolve().parent
 
@@ -45,9 +48,10 @@ def deploy(
     gguf: `model.gguf`, and with `llama_cpp` also `adapter.gguf` where the adapter is plain LoRA. ollama: the same with
     a Modelfile. vllm: the merged folder with `check_vllm.py`. outtype: of GGUF's weights; auto: 16 bits.
     llama_cpp: a checkout of llama.cpp, whose converters are taken; None: the package of the extra `gguf`.
-    Returns `adapter` (whether one was written), and what was compared: `tokens` (prompts whose tokens llama.cpp makes
-    as training did; 0 without llama-cpp-python) and `max_logit_difference` of next-token log probabilities, llama.cpp's
-    or else of the file as transformers reads it (None where neither does).
+    Returns `adapter` (whether one was written); `tokens` (prompts whose tokens llama.cpp makes as training did; 0
+    without llama-cpp-python) and `max_log_probability_difference` of its next tokens (None likewise); `compared`, what
+    `folder_check.compare` returns of the merged folder, or of the GGUF file as transformers reads it (None where it
+    does not read this architecture).
     Raises UserError as `merge`; for a task that writes no text; without a converter, or where it fails; and for a file
     that reads or answers otherwise than the run.
     """
@@ -59,71 +63,57 @@ def deploy(
         _require_converter(llama_cpp)
     with owned(out):
         refuse_old(out)
-        require_finished(path, recipe)
-        with new_output(out) as temporary:
-            reference = _reference(path, recipe)
+        require_foldable(path, recipe)
+        trained = list(trained_ends(path).values())
+        rows = rows_in_reach(recipe, None)
+        with (
+            expected(path, recipe, None, rows, all_ends(recipe, trained)) as wanted,
+            new_output(out) as temporary,
+        ):
             if to == "vllm":
-                told = _for_vllm(path, temporary, reference)
+                told = _for_vllm(path, recipe, temporary, wanted, rows)
             else:
-                told = _for_llama_cpp(path, recipe, temporary, reference, outtype, llama_cpp)
+                told = _for_llama_cpp(path, recipe, temporary, wanted, rows, outtype, llama_cpp)
                 if to == "ollama":
-                    write_text(temporary / "Modelfile", modelfile(recipe))
+                    write_text(temporary / "Modelfile", modelfile(recipe, trained))
             text = card(path, recipe, tokenizer=open_backbone(recipe.backbone).tokenizer, labels=None, form=to)
             write_text(temporary / "README.md", text)
     return told
-
-
-# --------------------------------------------------------------------------------------------- what the run itself says
-
-
-def _reference(path: Path, recipe: Recipe) -> list[dict[str, Any]]:
-    """For some prompts of the run: their text, training's tokens of it, and the likeliest next tokens with their log
-    probabilities, in float32."""
-    import torch
-
-    exact = alone_in_float32(recipe)
-    tokenizer = open_backbone(recipe.backbone).tokenizer
-    try:
-        rows = [row for row, _ in run_rows(recipe, None, most=_PROMPTS)]
-        asked = recipe.task.ask(rows, tokenizer, bad_rows="skip")[0]
-    except (UserError, OSError):  # a run that was copied elsewhere has its backbone, and maybe not its data
-        asked = recipe.task.ask_texts(["some text", "A second, longer one: 1 + 1 ="], tokenizer, raw=True)
-    asked = [one for one in asked if len(one.ids) <= _TOKENS] or asked[:1]
-    engine, _ = lay_out(exact, exact.task, None, adapter=path / "adapter")
-    found = []
-    with torch.no_grad():
-        for one in asked:
-            more = {}
-            if recipe.task.encoder_decoder:
-                more["decoder_input_ids"] = torch.tensor([[open_backbone(recipe.backbone).decoder_start]])
-            logits = engine.model.eval()(input_ids=torch.tensor([one.ids]).to(engine.device), **more).logits[0, -1]
-            likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
-            pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-            whole = not _writes_its_own(recipe)  # whether the tokenizer called with the text makes these tokens
-            found.append({"text": one.text, "whole": whole, "ids": list(one.ids), "next": dict(pairs)})
-    return found
 
 
 # --------------------------------------------------------------------------------------------- llama.cpp and Ollama
 
 
 def _for_llama_cpp(
-    path: Path, recipe: Recipe, out: Path, reference: list[dict[str, Any]], outtype: Outtype, checkout: Path | None
+    path: Path,
+    recipe: Recipe,
+    out: Path,
+    wanted: Expected,
+    rows: RunRows | None,
+    outtype: Outtype,
+    checkout: Path | None,
 ) -> dict[str, Any]:
-    merged = out / "merged"
-    merge(path, merged, dtype="float32" if outtype in ("f32", "q8_0") else "auto")
-    backbone = open_backbone(recipe.backbone)
-    told = _convert("model", merged, out / GGUF, backbone.directory, outtype, checkout)
-    _require_same_vocabulary(told, recipe)
+    merged, exact = out / "merged", outtype == "f32"
+    merged.mkdir()
+    merge_into(
+        merged, path, recipe, wanted, rows=rows, wanted_dtype="float32" if outtype in ("f32", "q8_0") else "auto"
+    )
+    backbone, trained = open_backbone(recipe.backbone), list(trained_ends(path).values())
+    ends = list(dict.fromkeys([*trained, *all_ends(recipe, trained)]))
+    told = _convert("model", merged, out / GGUF, backbone.directory, outtype, checkout, ends)
+    _require_same_vocabulary(told, recipe, trained)
     adapter = checkout is not None and _plain_lora(path / "adapter")
     if adapter:
-        _convert("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout)
+        _convert("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout, ends)
     shutil.rmtree(merged)
+    asked: dict[str, Any] = {"tokens": 0, "max_log_probability_difference": None}
     if importlib.util.find_spec("llama_cpp") is not None:
-        compared = _ask_llama_cpp(out / GGUF, reference, exact=outtype == "f32")
-    else:
-        compared = _read_back(out / GGUF, reference, exact=outtype == "f32")
-    return {"adapter": adapter, **compared}
+        asked = _ask_llama_cpp(out / GGUF, wanted.reference, exact=exact)
+    compared = compare(
+        wanted, recipe, None, out, ends=trained, exact=exact,
+        gguf=Gguf(GGUF, told["architecture"], [told[name] for name in ENDS if told[name] is not None]),
+    )  # fmt: skip
+    return {"adapter": adapter, **asked, "compared": compared}
 
 
 def _require_converter(checkout: Path | None) -> None:
@@ -137,11 +127,17 @@ def _require_converter(checkout: Path | None) -> None:
 
 
 def _convert(
-    what: Literal["model", "adapter"], source: Path, file: Path, base: Path, outtype: str, checkout: Path | None
+    what: Literal["model", "adapter"],
+    source: Path,
+    file: Path,
+    base: Path,
+    outtype: str,
+    checkout: Path | None,
+    ends: Sequence[int],
 ) -> dict[str, Any]:
     """Run llama.cpp's converter in a process of its own; returns what the file says of its vocabulary."""
     about = file.with_suffix(".json")
-    words = [what, source, file, base, outtype, _pre_tokenizer(base) or "", about]
+    words = [what, source, file, base, outtype, _pre_tokenizer(base) or "", about, ",".join(map(str, ends))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     places = [] if checkout is None else [str(checkout), str(checkout / "gguf-py")]
     environment["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -167,7 +163,7 @@ def _pre_tokenizer(directory: Path) -> str | None:
     return "gpt-2" if own and not division.get("add_prefix_space") else None
 
 
-def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe) -> None:
+def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
     """Raise UserError unless the file has the tokenizer's tokens in their places and begins and ends as in training."""
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.prepare_tokenizer(tokenizer)
@@ -181,6 +177,8 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe) -> None:
         raise UserError(f"the GGUF file begins a text with the tokens {begin}, where training began it with {begins}")
     if told["eos"] != end_token(tokenizer):
         raise UserError(f"the GGUF file ends a text with token {told['eos']}, training with {end_token(tokenizer)}")
+    if missed := sorted(set(trained) - {told[name] for name in ENDS}):
+        raise UserError(f"the GGUF file does not end an answer with token {missed[0]}, and training did")
 
 
 def _writes_its_own(recipe: Recipe) -> bool:
@@ -214,37 +212,7 @@ def _ask_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) 
         said = logits - np.logaddexp.reduce(logits)
         worst = max(worst, *(abs(float(said[int(token)]) - value) for token, value in one["next"].items()))
     _require_near(worst, exact=exact)
-    return {"tokens": len(reference), "max_logit_difference": worst}
-
-
-def _read_back(file: Path, reference: list[dict[str, Any]], *, exact: bool) -> dict[str, Any]:
-    """Compare next-token log probabilities of the file, read by transformers, with the run's; nothing where that does
-    not read the architecture from GGUF."""
-    nothing = {"tokens": 0, "max_logit_difference": None}
-    if importlib.util.find_spec("gguf") is None:
-        return nothing
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    asked = reader.is_gguf_available
-    reader.is_gguf_available = lambda *args, **more: (
-        True
-    )  # it looks for a package of that name; the converter brings it
-    try:
-        with quiet_transformers():
-            model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
-    except Exception:  # an architecture that it does not know, each in its own way
-        return nothing
-    finally:
-        reader.is_gguf_available = asked
-    worst = 0.0
-    with torch.no_grad():
-        for one in reference:
-            said = torch.log_softmax(model(torch.tensor([one["ids"]])).logits[0, -1].double(), -1)
-            worst = max(worst, *(abs(float(said[int(token)]) - value) for token, value in one["next"].items()))
-    _require_near(worst, exact=exact)
-    return nothing | {"max_logit_difference": worst}
+    return {"tokens": len(reference), "max_log_probability_difference": worst}
 
 
 def _require_near(worst: float, *, exact: bool) -> None:
@@ -258,8 +226,9 @@ _FAR, _FAR_EXACT = 0.5, 0.05
 """Largest difference of a likely token's log probability, nats, by rounding to 16 or 8 bits, and to 32."""
 
 
-def modelfile(recipe: Recipe) -> str:
-    """Ollama's Modelfile: the run's own prompt, its end, and greedy answers as `flatshift generate` gives them."""
+def modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
+    """Ollama's Modelfile: the run's own prompt, its `trained` ends, and greedy answers as `flatshift generate` gives
+    them."""
     task, tokenizer = recipe.task, open_backbone(recipe.backbone).tokenizer
     mark = "{{ .Prompt }}"
     (asked,) = task.ask_texts([mark], tokenizer, raw=len(task.prompt_columns()) != 1 and not _writes_its_own(recipe))
@@ -268,7 +237,7 @@ def modelfile(recipe: Recipe) -> str:
         template = template.removeprefix(token)
     if mark not in template or '"""' in template:
         raise UserError(f"--to ollama: the run's prompt cannot be written as a template of Ollama ({template!r})")
-    stops = {tokenizer.decode([end]) for end in (end_token(tokenizer), asked.stop) if end is not None}
+    stops = {tokenizer.decode([end]) for end in (end_token(tokenizer), asked.stop, *trained) if end is not None}
     return "\n".join(
         [
             f"FROM ./{GGUF}",
@@ -284,15 +253,9 @@ def modelfile(recipe: Recipe) -> str:
 # --------------------------------------------------------------------------------------------- vLLM
 
 
-def _for_vllm(path: Path, out: Path, reference: list[dict[str, Any]]) -> dict[str, Any]:
-    told = merge(path, out / "merged")
-    for file in (out / "merged").iterdir():
-        file.rename(out / file.name)
-    (out / "merged").rmdir()
+def _for_vllm(path: Path, recipe: Recipe, out: Path, wanted: Expected, rows: RunRows | None) -> dict[str, Any]:
+    compared = merge_into(out, path, recipe, wanted, rows=rows)
+    reference = [{name: one[name] for name in ("text", "whole", "ids", "next")} for one in wanted.reference]
     write_json(out / REFERENCE, reference)
     shutil.copyfile(_HERE / "check_vllm.py", out / "check_vllm.py")
-    return {
-        "adapter": False,
-        "tokens": 0,
-        "max_logit_difference": told["max_logit_difference"],
-    }
+    return {"adapter": False, "tokens": 0, "max_log_probability_difference": None, "compared": compared}

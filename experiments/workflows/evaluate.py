@@ -39,8 +39,8 @@ from experiments.workflows.build import (
 from experiments.workflows.evaluation_document import Findings, document_of, flat
 from experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
 from experiments.workflows.generate import adapted_recipe
-from experiments.workflows.initial_adapter import check_run
-from experiments.workflows.samples import Kept, Sampling, figures_of, records, write_samples
+from experiments.workflows.run_parts import check_run
+from experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
 from experiments.workflows.subjects import Adapted, Subject, subjects_of
 from finetune.atomic import replacing_directory, write_json
 from finetune.compute.numerics import cpu_threads, evaluating
@@ -156,6 +156,8 @@ def _judged(
                 f"{subject.name} has other dev or test rows than {subjects[order[0]].name}; give --data FILE to judge "
                 "them on the same rows"
             )
+        if how.sampling is not None and not splits:
+            check_rows([row for part in rows.values() for row in part], how.sampling)
         splits = splits or rows
         console.say(f"judging {subject.name}")
         _judge_one(subject, rows, adapted, found, how, console)
@@ -255,18 +257,19 @@ def _judge_one(
             examples = made.splits["test"]
             if not examples:
                 raise UserError(f"{subject.name}: no row of {split} is left, the first for {made.skipped[0]}")
-            intervals[split] = evaluate(
-                model,
-                tokenizer,
-                examples,
-                task=task,
-                config=recipe.eval,
-                inference=inference,
-                label_names=names,
-                seed=seed,
-                figures=into,
-                said=said,
-            )
+            with console.evaluating(f"evaluating {split}", len(examples)) as beat:
+                intervals[split] = evaluate(
+                    model,
+                    tokenizer,
+                    examples,
+                    task=task,
+                    config=recipe.eval,
+                    inference=dataclasses.replace(inference, beat=beat),
+                    label_names=names,
+                    seed=seed,
+                    figures=into,
+                    said=said,
+                )
             places = [example.where for example in examples]
             said["text"] = texts_of(examples, tokenizer)
         found.figures[subject.name, split] = into
@@ -378,14 +381,17 @@ def _evaluated(
     if not data:
         prepared = prepare(recipe)
         engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
-        return judge_splits(recipe, engine, tokenizer, prepared, lambda _: None)
+        return judge_splits(recipe, engine, tokenizer, prepared, Console(quiet=True), watch=console.evaluating)
     prepared = prepare_apart(recipe, data, run=path)
     console.say(f"data: {len(prepared.test):,} examples")
     for line in lost_lines(prepared, recipe.train.max_length):
         console.say(line)
     engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
-    names = prepared.label_names
-    return {"data": judge(recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=names)}
+    found = judge(
+        recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=prepared.label_names,
+        watch=console.evaluating,
+    )  # fmt: skip
+    return {"data": found}
 
 
 def render(result: dict[str, dict[str, Any]]) -> str:

@@ -12,15 +12,18 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from experiments.data.splits import learnt
 from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
-from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.folder_check import compare, expected
+from experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
 from experiments.workflows.model_card import card, own_name, published_name
-from experiments.workflows.saved_tokenizer import run_rows, save_tokenizer
+from experiments.workflows.run_parts import awaits_evaluation, check_run
+from experiments.workflows.saved_tokenizer import RunRows, run_rows, save_tokenizer
 from finetune.atomic import write_json, write_text
 from finetune.digests import DONE, digest
 from finetune.errors import UserError, first_line, shortened
@@ -38,13 +41,15 @@ _FILES = ("adapter_model.safetensors", "adapter_config.json")
 
 def export(
     path: Path, out: Path, *, base_model: str | None = None, license: str | None = None, add: Sequence[str] = ()
-) -> Path:
+) -> dict[str, Any] | None:
     """Write adapter, tokenizer and a model card made from the run to the new directory `out`.
 
     add: other adapters of the same backbone, `DIR` or `DIR=WEIGHT`; what is written is the run's adapter plus their
     weighted sum, exactly, as one adapter of the sum of ranks.
     base_model: hub name of the backbone, for a run that had it as a local directory.
     license: of the adapter, by its name on the hub; without it the card asks for one.
+    The folder is loaded by plain PEFT and compared with the run; returns what `folder_check.compare` returns, None for
+    an adapter that fits quantised weights only (adapter.init: loftq).
     Raises UserError if `path` is no finished run, `out` is not empty or in use, `base_model` is no hub name, or an
     adapter is not of this backbone.
     """
@@ -53,22 +58,26 @@ def export(
         return _export(path, out, base_model, license, add)
 
 
-def _export(path: Path, out: Path, base_model: str | None, license: str | None, add: Sequence[str]) -> Path:
+def _export(
+    path: Path, out: Path, base_model: str | None, license: str | None, add: Sequence[str]
+) -> dict[str, Any] | None:
     from finetune.adapters.adapter import read_adapter, require_saved
 
     recipe = resume_recipe(path).recipe
-    require_finished(path, recipe)
+    require_trained(path, recipe)
     own = _own(path, recipe, alone=not add)
     tensors = read_adapter(path / "adapter")
     added = [_weighted(text, recipe) for text in add]
+    checked = recipe.adapter.init != "loftq"
     if base_model is not None:
         _require_hub_name(base_model)
-    labels = known_labels(path, recipe)
-    try:
-        rows = run_rows(recipe, labels)
-    except (UserError, OSError):  # a run that was copied elsewhere has its backbone, and maybe not its data
-        rows = None
-    with new_output(out) as temporary:
+    labels, ends = known_labels(path, recipe), trained_ends(path)
+    rows, stops = rows_in_reach(recipe, labels), all_ends(recipe, ends.values())
+    others = [(saved.path, weight) for saved, weight in added]
+    with (
+        expected(path, recipe, labels, rows, stops, added=others) if checked else nullcontext() as wanted,
+        new_output(out) as temporary,
+    ):
         if added:
             from finetune.adapters.combine import combine
 
@@ -83,6 +92,11 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
         settings["base_model_name_or_path"] = base_model or published_name(recipe.backbone)
         write_json(temporary / "adapter_config.json", settings)
         tokenizer, _ = save_tokenizer(recipe, temporary, rows=rows)
+        if recipe.task.writes:
+            save_generation_settings(recipe, temporary, stops)
+        compared = None
+        if wanted is not None:
+            compared = compare(wanted, recipe, labels, temporary, ends=list(ends.values()), exact=True, adapter=True)
         text = card(
             path,
             recipe,
@@ -94,7 +108,15 @@ def _export(path: Path, out: Path, base_model: str | None, license: str | None, 
             rank=settings.get("r"),
         )
         write_text(temporary / "README.md", text)
-    return out
+    return compared
+
+
+def rows_in_reach(recipe: Recipe, labels: tuple[str, ...] | None) -> RunRows | None:
+    """Rows of the run's files; None for one that was copied elsewhere, with its backbone, but not its data."""
+    try:
+        return run_rows(recipe, labels)
+    except (UserError, OSError):
+        return None
 
 
 def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
@@ -129,17 +151,17 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
         raise UserError(f"--add {text}: {number!r} is no weight; write DIR=0.5, or DIR alone for 1")
     saved = SavedAdapter.find(name, where="--add")
     run = saved.path.parent
-    if (run / RECIPE).is_file() and not (run / DONE).exists():
+    if (run / RECIPE).is_file() and not (run / DONE).exists() and not awaits_evaluation(run, resume_recipe(run).recipe):
         raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
     saved.require_backbone(open_backbone(recipe.backbone), where="--add")
     return saved, weight
 
 
-def require_finished(path: Path, recipe: Recipe) -> None:
-    """Raise UserError unless the run directory `path` has its adapter, its figures and the record of both, all as they
-    were, and its backbone as it was: what is handed on is verified."""
+def require_trained(path: Path, recipe: Recipe) -> None:
+    """Raise UserError unless the run directory `path` has the adapter of all its updates, as it was left, and its
+    backbone as it was: what is handed on is verified. A run that is not evaluated yet is said on stderr."""
     lacks = [name for name in ("adapter", "eval.json", DONE) if not (path / name).exists()]
-    if lacks:
+    if lacks and not awaits_evaluation(path, recipe):
         raise UserError(
             f"{path} is not finished, it has no {lacks[0]}; finish it with `{resume_command(path)}`, or restore that"
         )

@@ -96,6 +96,10 @@ def read_prompt(name: str) -> Prompt:
         if not path.is_file():
             raise UserError(f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped())})")
     found: Prompt = build(Prompt, parse_file(path))
+    try:
+        found.columns()
+    except UserError as error:  # its templates
+        raise UserError(f"{path}: {error}") from None
     return found
 
 
@@ -124,7 +128,10 @@ def rank_rows(
 
     The model is called as it stands: put it into evaluation mode before. window: tokens that a text may have.
     """
-    found = Ranked(notes=check(asked.prompt, tokenizer))
+    try:
+        found = Ranked(notes=check(asked.prompt, tokenizer))
+    except UserError as error:
+        raise UserError(f"--prompt {asked.name}: {str(error).removeprefix('prompt: ')}") from None
     if not tokenizer.is_fast:
         raise UserError("few-shot: this backbone's tokenizer cannot say where its tokens lie (no tokenizer.json)")
     begin = Specials.of(tokenizer).prefix

@@ -23,6 +23,7 @@ import torch
 from experiments.data.splits import Prepared, prepare
 from experiments.recipe import Resolved
 from experiments.recipe.config import Recipe
+from experiments.recipe.resolve import held_out_lines
 from experiments.recipe.rules import check_recipe
 from experiments.results.cells import CELLS, POINTS
 from experiments.results.forecast import FORECAST
@@ -338,6 +339,8 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
     train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all the digits
     resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
     with owned(out), replacing_directory(out) as making:
+        for line in held_out_lines(resolved):
+            console.say(line)
         found = forecast(resolved.recipe, making, console, **asked)
         write_text(making / RECIPE, resolved.to_yaml())
     draw(out)

@@ -18,7 +18,7 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
 from experiments.workflows.build import lay_out
-from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.run_parts import check_run
 from finetune.atomic import replacing
 from finetune.compute.numerics import cpu_threads
 from finetune.config import Mesh

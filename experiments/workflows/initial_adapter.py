@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.data.splits import Prepared
 from experiments.recipe.config import Recipe, warm_up_task
-from experiments.run.console import Console
 from finetune.atomic import read_object, replacing_directory
 from finetune.config import Adapter
-from finetune.digests import DONE, check_files
 from finetune.errors import UserError
-from finetune.run_directory import resume_command
 from finetune.seeds import numpy_generator
 from finetune.tasks import Task
 
@@ -62,21 +59,6 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
             f"{path}: its backbone {recipe.backbone!r} has other weights than the run trained on (fingerprint "
             f"{now[:12]}…, then {before[:12]}…); restore them, or train anew"
         )
-
-
-def check_run(path: Path, recipe: Recipe) -> None:
-    """Raise UserError if what reading the run's adapter depends on is not as the run left it.
-
-    That is its recipe, what it learnt of its data, and its backbone; the adapter is compared where it is read. Of a run
-    without a record of its files only the backbone can be compared, which is said on stderr.
-    """
-    if not (path / DONE).is_file():
-        Console().say(
-            f"{path} has no {DONE}: it is unfinished or that file was removed, so nothing shows whether its other "
-            f"files are as it left them; `{resume_command(path)}` finishes it"
-        )
-    check_files(path, lambda name: "/" not in name or name.endswith(f"/{DONE}"))
-    check_backbone(path, recipe)
 
 
 def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:

@@ -60,7 +60,7 @@ def card(
         "## Use\n",
         *_use(recipe, tokenizer, labels, base, form),
         "## How it was judged\n",
-        _figures(read_object(path / "eval.json")),
+        _figures(_evaluation(path)),
         "## How it was trained\n",
         _settings(recipe),
         fenced(_without_paths((path / "command.txt").read_text(encoding="utf-8").strip())),
@@ -123,8 +123,7 @@ def _number(value: float | None) -> str:
 def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, judged: bool, form: Form) -> str:
     from huggingface_hub import ModelCardData
 
-    evaluation = read_object(path / "eval.json")
-    found = {name for metrics in evaluation.values() for name in metrics}
+    found = {name for metrics in _evaluation(path).values() for name in metrics}
     data = ModelCardData(
         base_model=None if base.startswith(PACKAGE) else base,
         library_name={"adapter": "peft", "gguf": "gguf", "ollama": "gguf"}.get(form, "transformers"),
@@ -179,7 +178,15 @@ def _updates(path: Path, stage: str, *, of: str = "") -> str:
     return text
 
 
+def _evaluation(path: Path) -> dict[str, dict[str, Any]]:
+    """eval.json; empty of a run that is not evaluated yet."""
+    file = path / "eval.json"
+    return read_object(file) if file.is_file() else {}
+
+
 def _figures(evaluation: dict[str, dict[str, Any]]) -> str:
+    if not evaluation:
+        return "Not yet: this adapter was handed on before its evaluation.\n"
     rows = []
     for split, metrics in evaluation.items():
         for name, m in metrics.items():

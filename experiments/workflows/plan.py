@@ -10,19 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.recipe import load_recipe
+from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch
 from experiments.workflows.run_parts import FINE_TUNE
+from finetune.config import Train
+from finetune.data.formats import SAMPLE
 from finetune.errors import UserError
 from finetune.figures import duration
 from finetune.planner.calibration import calibrate, kept_slack
 from finetune.planner.cluster import Cluster, read_sizes
 from finetune.planner.devices import at_hand
+from finetune.planner.evaluation import evaluation_plan
 from finetune.planner.footprint import Sizes
 from finetune.planner.layouts import Layout, best_of, layouts, table
 from finetune.planner.rules import Settings
 from finetune.planner.throughput import DEVICES, PUBLISHED
 
+_THOUSAND = 1000
 _AUTO = "bf16"
 """What `train.precision: auto` comes to on every device of the table that multiplies it natively."""
 
@@ -62,13 +67,11 @@ def plan(
     Raises UserError for an unknown device or model, and where no mesh goes with rows, heads or blocks.
     """
     resolved, data = load_recipe(recipe, overrides), None
-    if resolved.recipe.train.epochs is not None and tokens is None:
-        if model is not None:
-            raise UserError(
-                "train.epochs: rows are counted by the tokenizer of the recipe's backbone, and --model names another; "
-                "give --tokens or train.steps, or set backbone"
-            )
+    counted = resolved.recipe.train.epochs is None
+    own = any(not name.startswith(SAMPLE) for name in resolved.recipe.data.train.all_files)
+    if not counted and tokens is None and (own or model is None):
         resolved, data = _counted(resolved)
+        counted = True
     found = resolved.recipe
     train = found.train
     if train.precision == "auto":
@@ -80,9 +83,9 @@ def plan(
     ways = ("none", "selective", "full") if recompute == "any" else (recompute,)
     priced = layouts(sizes, cluster, settings, recompute=ways)
     best = best_of([layout for layout in priced if layout.expert_parallel == 1])
-    wanted = tokens if tokens is not None else float(best.tokens * train.steps)
-    timed = best.fits and train.precision != "fp32"
-    hours = wanted / best.tokens * best.time.total / 3600
+    wanted = tokens if tokens is not None else float(best.tokens * train.steps) if counted else None
+    timed = best.fits and train.precision != "fp32" and wanted is not None
+    hours = 0.0 if wanted is None else wanted / best.tokens * best.time.total / 3600
     return {
         "model": model or found.backbone,
         "cluster": str(cluster),
@@ -98,6 +101,7 @@ def plan(
         "hours": float(f"{hours:.3g}") if timed else None,
         "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
         "best": priced.index(best),
+        "evaluation": _evaluation(sizes, found, train, best, cluster.kind),
         "layouts": [layout.document() for layout in priced],
         "process_gib": _process(cluster, best),
         "notes": _notes(cluster, sizes, priced[0], best),
@@ -105,8 +109,8 @@ def plan(
     }
 
 
-def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, int]]:
-    """The recipe with its epochs as updates, and the rows of its own training files with their tokens."""
+def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
+    """The recipe with its epochs as updates, and its training rows with their tokens by its own backbone."""
     from experiments.data.sources import in_steps
     from experiments.data.splits import prepare
     from finetune.data.columns import Examples
@@ -117,7 +121,28 @@ def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, int]]:
     lengths = Examples.of(rows).ragged("input_ids")
     held = 0 if lengths is None else int(lengths[2].sum())
     settled = in_steps(resolved, rows, seed=derive(recipe.train.seed, FINE_TUNE))
-    return settled, {"rows": len(rows), "tokens": held, "updates": settled.recipe.train.steps}
+    updates = settled.recipe.train.steps
+    return settled, {"rows": len(rows), "tokens": held, "by": recipe.backbone, "updates": updates}
+
+
+def _evaluation(sizes: Sizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
+    """Memory beside the weights, and how many updates of the best layout are as long as a thousand of the longest
+    rows."""
+    found = evaluation_plan(
+        sizes,
+        recipe.task,
+        train,
+        batch_size=max(1, recipe.eval.batch_size // (best.mesh.replicate * best.mesh.dp * best.mesh.cp)),
+        rows=_THOUSAND,
+        tokens=_THOUSAND * train.max_length,
+        longest=train.max_length,
+        device=kind,
+    )
+    return {
+        "rows_at_once": recipe.eval.batch_size,
+        "gib": round(found.memory / 2**30, 2),
+        "updates_per_1000_rows": float(f"{found.updates(best.tokens):.3g}"),
+    }
 
 
 def _process(cluster: Cluster, best: Layout) -> list[float] | None:
@@ -164,19 +189,23 @@ def render(document: dict[str, Any]) -> str:
         if document["process_gib"] is not None:
             shown = ", a process {:g} to {:g}".format(*document["process_gib"])
         took = (
-            "train.precision fp32: seconds are those of bf16 products and too short; no hours"
+            "an epoch of how many rows? --data FILE or --tokens gives hours and cost"
+            if document["tokens"] is None
+            else "train.precision fp32: seconds are those of bf16 products and too short; no hours"
             if document["hours"] is None
             else f"{document['tokens']:,.0f} tokens take {duration(3600 * document['hours'])}"
             + (f" and cost {document['cost']:,.2f}" if document["cost"] is not None else "")
         )
         if document["data"] is not None:
-            took += "; its files have {rows:,} rows of {tokens:,} tokens, {updates:,} updates".format(
+            took += "; its files have {rows:,} rows of {tokens:,} tokens ({by}), {updates:,} updates".format(
                 **document["data"]
             )
         lines += [
             f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
             f"{duration(best['update_s'])} ({_causes(best['seconds'])})",
             took,
+            "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB beside the weights, a thousand of the longest "
+            "are as long as {updates_per_1000_rows:,g} updates".format(**document["evaluation"]),
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),
             *document["notes"][2:],

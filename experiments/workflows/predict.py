@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.splits import learnt
+from experiments.recipe import resume_recipe
 from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -36,6 +37,7 @@ from finetune.run_directory import disk_full_interrupts
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
+_PART_FILES = "part-*.jsonl"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
@@ -117,6 +119,7 @@ class Predictor:
             label_names=self.label_names,
             bad_rows=self.bad_rows,
             truncation=train.truncation,
+            overlong="split" if train.overlong == "split" else None,
             units=self.units,
             features=self.recipe.adapter.projector,
         )
@@ -134,7 +137,7 @@ class Predictor:
         with evaluating(self.engine.judged):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
-        places = {example.where: i for i, example in enumerate(encoded.examples)}
+        places = {example.where: i for i, example in enumerate(encoded.examples)}  # of a document its first piece
         records = []
         for row in rows:
             if (i := places.get(row.where)) is None:
@@ -211,7 +214,7 @@ def predict_from_run(
     with owned(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        wanted = bad_rows or finished_recipe(path, overrides).data.bad_rows
+        wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
         counts = [entry["rows"] for entry in inputs]
@@ -236,7 +239,7 @@ def predict_from_run(
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
             with replacing(out) as temporary:
-                _assemble(sorted(parts.glob("part-*.jsonl")), temporary, out.suffix)
+                _assemble(sorted(parts.glob(_PART_FILES)), temporary, out.suffix)
             shutil.rmtree(parts)
         if skipped := [*skipped, *predictor.skipped]:
             console.say(f"skipped {len(skipped):,} bad rows, first {skipped[0]}")
@@ -249,7 +252,7 @@ def predict_from_run(
 def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
     """The directory of parts is of this call, or new. Raises UserError if it is of another one."""
     note = parts / "asked.json"
-    if not note.is_file():
+    if not any(parts.glob(_PART_FILES)):  # a call that was refused at its first rows holds nothing
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_json(note, dict(asked))
@@ -261,18 +264,22 @@ def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
 
 def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console) -> int:
     done, kept = 0, 0
-    for number, chunk in enumerate(_batched(rows)):
-        file = parts / f"part-{number:06}.jsonl"
-        if file.is_file():
-            kept += len(chunk)
-        else:
-            if kept and done == kept:
-                console.say(f"{kept:,} rows were done before")
-            records = predictor(chunk)
-            with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        done += len(chunk)
-        bar(done)
+    try:
+        for number, chunk in enumerate(_batched(rows)):
+            file = parts / f"part-{number:06}.jsonl"
+            if file.is_file():
+                kept += len(chunk)
+            else:
+                if kept and done == kept:
+                    console.say(f"{kept:,} rows were done before")
+                records = predictor(chunk)
+                with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+                    stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            done += len(chunk)
+            bar(done)
+    finally:
+        if not any(parts.glob(_PART_FILES)):  # refused at its first rows: the same command may begin again
+            shutil.rmtree(parts, ignore_errors=True)
     return done
 
 

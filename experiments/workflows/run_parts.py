@@ -9,10 +9,10 @@ from pathlib import Path
 
 from experiments.recipe.config import Recipe
 from experiments.run.console import Console
-from experiments.workflows.initial_adapter import INITIAL, check_unchanged
+from experiments.workflows.initial_adapter import INITIAL, check_backbone, check_unchanged
 from finetune.atomic import read_object
 from finetune.data.files import describe
-from finetune.digests import DONE, check_files, sums
+from finetune.digests import DONE, FILES, adapter_digest, check_files, sums
 from finetune.errors import Interrupted, UserError
 from finetune.run_directory import METRICS, read_metrics, resume_command
 from finetune.train.checkpointer import is_valid
@@ -25,14 +25,51 @@ _ANEW = {"log.txt", "sharpness.json", "harness.json"}
 """What later commands write."""
 
 
-def is_finished(path: Path, recipe: Recipe, *, drawn: bool) -> bool:
-    """Whether every part of the run is there, with as many steps as the recipe asks for; `drawn`: its page too."""
+def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> bool:
+    """Whether every part of the run is there, with as many steps and evaluated as the recipe asks for; `drawn`: its
+    page too. before: the recipe that the run has."""
+    if (recipe.eval, recipe.task) != (before.eval, before.task):
+        return False
     done = path / "stages" / FINE_TUNE / DONE
     if not (done.is_file() and (path / "adapter").is_dir()):
         return False
     if not all((path / name).is_file() for name in ("eval.json", DONE)) or (drawn and not _is_whole(path / _PAGE)):
         return False
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
+
+
+def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
+    """Whether the fine-tune has made all its updates, the run's adapter is the one that it left, and only the
+    evaluation is missing.
+
+    Of a head that was folded back into the targets' own units (`Task.own_units`) the weights are others by intent.
+    """
+    done, adapter = path / "stages" / FINE_TUNE / DONE, path / "adapter"
+    if not (done.is_file() and adapter.is_dir()) or (path / "eval.json").exists():
+        return False
+    record = read_object(done, "target_steps", FILES)
+    same = recipe.task.own_units or record[FILES].get("adapter/adapter_model.safetensors") == adapter_digest(path)
+    return bool(record["target_steps"] == recipe.train.steps and same)
+
+
+def check_run(path: Path, recipe: Recipe) -> None:
+    """Raise UserError if what reading the run's adapter depends on is not as the run left it.
+
+    That is its recipe, what it learnt of its data, and its backbone; the adapter is compared where it is read. Of a run
+    without a record of its files only the backbone can be compared, which is said on stderr, as is a run whose
+    evaluation is still to come.
+    """
+    if not (path / DONE).is_file():
+        if awaits_evaluation(path, recipe):
+            note = f"note: {path} is trained, and its evaluation is not finished: `{resume_command(path)}` does it"
+        else:
+            note = (
+                f"{path} has no {DONE}: it is unfinished or that file was removed, so nothing shows whether its other "
+                f"files are as it left them; `{resume_command(path)}` finishes it"
+            )
+        Console().say(note)
+    check_files(path, lambda name: "/" not in name or name.endswith(f"/{DONE}"))
+    check_backbone(path, recipe)
 
 
 @contextmanager
@@ -78,6 +115,23 @@ def check_going_on(path: Path, steps: int) -> None:
         )
 
 
+def check_evaluation(path: Path, recipe: Recipe, before: Recipe) -> None:
+    """Raise UserError for another evaluation where the rest of the training would be another one by it.
+
+    before: the recipe that the run has."""
+    done = path / "stages" / FINE_TUNE / DONE
+    if recipe.task == before.task or (done.is_file() and read_object(done)["target_steps"] == recipe.train.steps):
+        return
+    name = next(name for name, value in vars(recipe.task).items() if value != getattr(before.task, name))
+    if recipe.task.figure_names != before.task.figure_names and "rank" in (recipe.task.score, before.task.score):
+        why = "`rank` leaves prompts room for the longest label"
+    elif recipe.train.best not in ("auto", "loss", "accuracy"):
+        why = f"train.best: {recipe.train.best} is chosen by it"
+    else:
+        return
+    raise UserError(f"--task.{name}: the training that is left depends on it ({why}); change it when the run has ended")
+
+
 def run_sums(path: Path) -> dict[str, str]:
     """SHA-256 of what stays of a finished run and is read again: all but logs, checkpoints and pages."""
     found = [*(path / "adapter").glob("*"), *(path / INITIAL).glob("*")]
@@ -86,10 +140,15 @@ def run_sums(path: Path) -> dict[str, str]:
     return sums(path, [file for file in found if file.is_file() and file != path / DONE and file.name not in _ANEW])
 
 
+def updates_made(path: Path) -> int:
+    """Updates of the run's fine-tune so far."""
+    made = [line["step"] for line in read_metrics(path / METRICS) if (line.get("stage"), line.get("split")) == _LAST]
+    return max((step for step in made if isinstance(step, int)), default=0)
+
+
 def refuse_fewer(path: Path, steps: int) -> None:
     """Raise UserError for fewer steps than the run has made: what it holds is of more."""
-    made = [line["step"] for line in read_metrics(path / METRICS) if (line.get("stage"), line.get("split")) == _LAST]
-    most = max((step for step in made if isinstance(step, int)), default=0)
+    most = updates_made(path)
     if steps < most:
         raise UserError(
             f"train.steps: {steps} is below the {most} updates that {path} has made; give at least {most}, or start a "

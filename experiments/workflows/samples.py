@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from experiments.data.splits import learnt
+from experiments.recipe.config import Recipe
 from experiments.recipe.key import short_hash
 from experiments.workflows.generate import adapted_recipe, alone
-from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.run_parts import check_run
 from finetune.compute.numerics import evaluating
 from finetune.data.encoding import encode, end_token
 from finetune.data.inference import Inference
@@ -87,10 +88,10 @@ class Kept:
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
                     record = json.loads(line)
-                except ValueError:
+                    if record["key"] == key:
+                        found[record["place"]] = record["text"]
+                except (ValueError, TypeError, KeyError, RecursionError):
                     continue
-                if record["key"] == key:
-                    found[record["place"]] = record["text"]
         return found
 
     def add(self, key: str, place: int, text: str) -> None:
@@ -144,13 +145,23 @@ def write_samples(
     return [[texts[i * asked.samples + s] for s in range(asked.samples)] for i in range(len(rows))]
 
 
+def check_rows(rows: Sequence[Row], asked: Sampling) -> None:
+    """Raise UserError, before anything is written, for what would be missing afterwards: a sandbox, the rows' tests, a
+    classifier with that class."""
+    if asked.programs:
+        refuse_unless_contained()
+        for row in rows:
+            _test_of(row)
+    if asked.toxicity is not None:
+        _classifier(asked)
+
+
 def figures_of(rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampling) -> dict[str, Figure]:
     """What was asked of the texts, a figure each: means over the prompts that have one."""
     values: dict[str, list[float | None]] = {
         name: [function(one) for one in texts] for name, function in functions("samples").items()
     }
     if asked.programs:
-        refuse_unless_contained()
         passed = _passed(rows, texts)
         for k in asked.pass_at:
             values[f"pass_at_{k}"] = [pass_at_k(asked.samples, count, k) for count in passed]
@@ -171,9 +182,7 @@ def _passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
     """How many texts of each row pass its test."""
     programs = []
     for row, written in zip(rows, texts, strict=True):
-        test = row.record.get("test")
-        if not isinstance(test, str):
-            raise UserError(f"{row.where}: no column 'test' to run behind a program; leave --programs out, or add it")
+        test = _test_of(row)
         entry = row.record.get("entry_point")
         call = f"\ncheck({entry})\n" if isinstance(entry, str) and entry.isidentifier() else "\n"
         programs += [f"{row.values['text']}{text}\n{test}{call}" for text in written]
@@ -181,11 +190,15 @@ def _passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
     return [sum(next(outcomes) == "passed" for _ in written) for written in texts]
 
 
-def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
-    """The classifier's probability of its toxic class for every text; 0 for an empty one."""
-    from experiments.workflows.build import lay_out
-    from finetune.models.backbone import open_backbone
+def _test_of(row: Row) -> str:
+    test = row.record.get("test")
+    if not isinstance(test, str):
+        raise UserError(f"{row.where}: no column 'test' to run behind a program; leave --programs out, or add it")
+    return test
 
+
+def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
+    """Its run, its recipe, and its classes."""
     path = Path(str(asked.toxicity))
     recipe = alone(adapted_recipe(path))
     check_run(path, recipe)
@@ -193,6 +206,15 @@ def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[
     if not recipe.task.one_class or names is None or asked.toxic not in names:
         known = "no classes" if names is None else f"the classes {', '.join(names)}"
         raise UserError(f"--toxicity: {path} has {known}, none of them {asked.toxic!r}; name it with --toxic-label")
+    return path, recipe, tuple(names)
+
+
+def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
+    """The classifier's probability of its toxic class for every text; 0 for an empty one."""
+    from experiments.workflows.build import lay_out
+    from finetune.models.backbone import open_backbone
+
+    path, recipe, names = _classifier(asked)
     flat = [text for written in texts for text in written]
     there = [i for i, text in enumerate(flat) if text.strip()]
     scores = np.zeros(len(flat))

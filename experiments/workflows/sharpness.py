@@ -19,7 +19,7 @@ from experiments.recipe.config import Recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console, Draw
 from experiments.workflows.build import lay_out, lost_lines
-from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.run_parts import check_run
 from finetune.atomic import write_json
 from finetune.compute.loss import with_reference
 from finetune.compute.numerics import cpu_threads

@@ -20,7 +20,7 @@ from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch, from_override, merge
 from experiments.run.console import Console
 from experiments.workflows.generate import adapted_recipe, alone
-from experiments.workflows.initial_adapter import check_run
+from experiments.workflows.run_parts import check_run
 from finetune.errors import UserError
 
 

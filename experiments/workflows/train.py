@@ -22,11 +22,13 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.data.lengths import check_memory, check_positions, longest_row
+from experiments.data.lengths import check_memory, check_positions, evaluation_line, longest_row
 from experiments.data.sources import check_supply, in_steps, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
     Prepared,
     borrowed_lines,
+    check_lines,
+    check_record,
     learnt_record,
     noise_record,
     prepare,
@@ -36,14 +38,24 @@ from experiments.data.splits import (
 from experiments.recipe import Resolved, resume_recipe
 from experiments.recipe.auto import settled
 from experiments.recipe.config import Recipe, warm_up_task
-from experiments.recipe.resolve import template_copy
+from experiments.recipe.resolve import held_out_lines, template_copy
 from experiments.recipe.rules import check_recipe
 from experiments.recipe.tree import Branch
 from experiments.run.console import Bar, Console, Draw
 from experiments.run.resumable_directory import unfinished
 from experiments.select.select import select_into
 from experiments.select.target import check_target
-from experiments.workflows.build import Laid, judge_cold, judge_splits, lost_lines, text_perplexity
+from experiments.workflows.build import (
+    COLD,
+    COLD_ROWS,
+    FinishedSplits,
+    Laid,
+    judge_cold,
+    judge_splits,
+    lost_lines,
+    shown,
+    text_perplexity,
+)
 from experiments.workflows.context import RunContext, opened
 from experiments.workflows.initial_adapter import (
     beginning,
@@ -55,6 +67,7 @@ from experiments.workflows.initial_adapter import (
 from experiments.workflows.run_parts import (
     FINE_TUNE,
     WARM_UP,
+    check_evaluation,
     check_finished,
     check_going_on,
     check_inputs,
@@ -64,16 +77,17 @@ from experiments.workflows.run_parts import (
     refuse_fewer,
     run_sums,
     saying_how_to_go_on,
+    updates_made,
 )
 from finetune.atomic import fsync_directory, read_object, write_json, write_text
 from finetune.config import Optimizer, Train
 from finetune.data.batches import Batches
+from finetune.data.encoding import closing_tokens
 from finetune.data.files import describe
 from finetune.data.labels import fold_units
 from finetune.data.panel import first_batch_panel
 from finetune.digests import DONE, FILES, check_files, copy_sealed
 from finetune.errors import OutOfMemory, UserError
-from finetune.evaluate.leaks import refuse_leaks
 from finetune.figures import beside_text, rate_text
 from finetune.launch import consistency, spawn, watchdog
 from finetune.lock import owned
@@ -92,6 +106,7 @@ from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.peak_memory import PlannedUpdate
+from finetune.train.schedule import Schedule, learning_rate
 from finetune.train.stage import check_length
 from regularizers import build as build_regularizer
 
@@ -131,7 +146,7 @@ def train(
             said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
-        said += borrowed_lines(recipe)
+        said += [*held_out_lines(resolved), *borrowed_lines(recipe)]
         if recipe.regularizer.kind != "plain":
             said.append(
                 f"regularizer: {recipe.regularizer.kind} ({resolved.origins.get('regularizer.kind', 'default')})"
@@ -160,10 +175,14 @@ def train(
 def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     """What the run reads, and what it learnt of that beside its weights; the backbone is to be added."""
     manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}, **learnt_record(prepared)}
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    length = recipe.train.max_length
+    manifest["ends"] = closing_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.writes else {}
     if (template := recipe.task.template_record()) is not None:
         manifest["chat_template"] = template
     if prepared.mixture is not None:
         manifest["sources"] = mixture_record(prepared.mixture)
+    manifest["checks"] = check_record(prepared)
     if adapters := check_beginning(recipe):
         manifest["adapters"] = adapters
     return manifest
@@ -199,7 +218,9 @@ def resume(
     not allowed.
     """
     resolved = found = resume_recipe(path, overrides)
+    before = resume_recipe(path).recipe
     check_recipe(resolved.recipe)
+    check_evaluation(path, resolved.recipe, before)
     said: list[str] = []
     with _mesh(resolved.recipe, path=path) as world, _alone_in(path, world, instead=""):
         resolved = settled(resolved, say=said.append)
@@ -213,12 +234,14 @@ def resume(
         console = Console(quiet=quiet or not world.is_main, verbose=verbose, log=run.log)
         for line in said:
             console.say(line)
-        if is_finished(run.path, resolved.recipe, drawn=draw is not None):
+        if is_finished(run.path, resolved.recipe, before, drawn=draw is not None):
             check_finished(run.path)
             result = read_object(run.path / "eval.json")
             console.say(f"{path} is finished: nothing to do")
             return result
         check_inputs(run.path)
+        if (stretched := _stretched(resolved.recipe, before, run.path)) is not None:
+            console.say(stretched)
         if world.is_main:  # reads all weights; the others take its word
             check_files(run.path)
             check_going_on(run.path, resolved.recipe.train.steps)
@@ -229,14 +252,29 @@ def resume(
             add_provenance(run.path)
         world.wait()
         prepared = prepare(resolved.recipe)
+        if world.is_main and resolved.recipe.task != before.task:  # classes to be ranked
+            write_json(path / "manifest.json", read_object(path / "manifest.json") | learnt_record(prepared))
         with saying_how_to_go_on(path), opened(resolved.recipe, run, console, world, draw=draw) as context:
             return execute(context, prepared)
+
+
+def _stretched(recipe: Recipe, before: Recipe, path: Path) -> str | None:
+    """What becomes of the learning rate where a run that has not ended is to make other steps."""
+    made, steps = updates_made(path), recipe.train.steps
+    if steps == before.train.steps or (path / "stages" / FINE_TUNE / DONE).is_file() or made >= steps:
+        return None
+    was, now = (learning_rate(made, steps=one.train.steps, optimizer=recipe.optimizer) for one in (before, recipe))
+    return (
+        f"learning rate: that of a run of {steps:,} updates from update {made + 1:,} on, {now:.3g} instead of "
+        f"{was:.3g} (train.extend is of runs that have ended)"
+    )
 
 
 def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
     """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this."""
     run = context.run
     started = time.monotonic()
+    context.console.outline(check_lines(prepared), check_lines(prepared, whole=True))
     warmed = None
     if context.recipe.warmup is not None:
         _select(context)
@@ -306,7 +344,9 @@ def _warm_up(context: RunContext) -> Path:
         if not path.is_file():
             only = ("test",) if context.cell else ("dev", "test")
             adapter, model = (trained.adapter, trained.model) if name == "eval" else (None, None)
-            figures = text_perplexity(recipe, adapter, task=task, only=only, world=world, model=model)
+            figures = text_perplexity(
+                recipe, adapter, task=task, only=only, world=world, model=model, watch=context.watch
+            )
             if world.is_main:
                 write_json(path, figures)
             world.wait()
@@ -355,6 +395,9 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
     if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
         return Trained(adapter)
+    schedule = Schedule.of(plan.train, plan.optimizer, path / "stages" / plan.name)
+    if schedule.begin:
+        console.say(schedule.line())
     begins = beginning(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
     engine, tokenizer = context.lay_out(
         recipe,
@@ -372,7 +415,7 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     with console.task(plan.name, plan.train.steps, "steps") as bar:
         result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
     if context.world.is_main and (beside := beside_text(read_object(done).get("plan") or {})):
-        console.say(f"{plan.name}: {beside}")
+        console.detail(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
         console.say(
             f"{plan.name}: {result.skipped} updates were left out, "
@@ -417,12 +460,10 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         masking=task.masking(tokenizer),
     )
     check_length(engine, batches)
-    if batches.packed:
-        refuse_leaks(engine.judged)
     told = supply(batches, prepared.mixture, train.steps)
     for line in supply_lines(told, train.steps, about=batches.packed):
         say(line)
-    say(padding_line(batches, train))
+    context.console.detail(padding_line(batches, train))
     for line in lost_lines(prepared, train.max_length):
         say(line)
     if prepared.flipped:
@@ -443,6 +484,17 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     else:
         fits = mesh_lines(engine, mesh=recipe.mesh, train=read, optimizer=plan.optimizer)
     context.console.outline([*brief_plan(fits), *foretold], [*fits, *foretold])
+    if last and not context.cell:
+        judged = evaluation_line(
+            recipe,
+            {"train": prepared.train, "dev": prepared.dev, "test": prepared.test},
+            classes=len(prepared.label_names or ()),
+            device=engine.device.type,
+            share=engine.share[1],
+            seconds=None if planned is None else planned.seconds,
+        )
+        if judged is not None:
+            say(judged)
     _say_capacity(context, plan, engine, batches)
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
@@ -512,23 +564,40 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
     engine, tokenizer = trained.model or context.lay_out(
         recipe, recipe.task, prepared.label_names, world=world, adapter=trained.adapter
     )
+    if world.is_main:
+        (context.run.path / "eval.json").unlink(missing_ok=True)  # of an adapter or settings before
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(context.run.path / "adapter")
+    finished = None if context.cell or world.size > 1 else FinishedSplits.at(context.run.path, recipe)
     with watchdog.unhurried("evaluating"):
         keep = None if context.cell else context.run.path / PREDICTIONS
-        result = judge_splits(recipe, engine, tokenizer, prepared, context.console.say, keep)
+        result = judge_splits(
+            recipe, engine, tokenizer, prepared, context.console, watch=context.watch, keep=keep, finished=finished
+        )
         if context.probe is not None:
             context.probe.judged(recipe, engine, tokenizer, prepared)
+    if world.is_main and not recipe.eval.cold:  # of an evaluation before
+        for name in (COLD, COLD_ROWS):
+            (context.run.path / name).unlink(missing_ok=True)
     if recipe.eval.cold and (recipe.task.new_head or recipe.adapter.soft_tokens is not None):
         context.console.say(
             "eval.cold: without its trained head or soft tokens this backbone has nothing to be judged by"
         )
     elif recipe.eval.cold and not context.cell:
         del engine, trained.model  # memory may not hold two
-        cold, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world)
-        with watchdog.unhurried("evaluating the cold backbone"):
-            judge_cold(recipe, cold, tokenizer, prepared, context.run.path)
+        if finished is None or finished.read("cold") is None:
+            cold, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world)
+            with watchdog.unhurried("evaluating the cold backbone"):
+                found = judge_cold(recipe, cold, tokenizer, prepared, context.run.path, watch=context.watch)
+            for split, metrics in found.items():
+                context.console.say(
+                    f"backbone alone, {recipe.eval.cold:,} rows of {split}: {', '.join(shown(metrics))}"
+                )
+            if finished is not None:
+                finished.add("cold", found)
     if world.is_main:
         write_json(context.run.path / "eval.json", result)
+    if finished is not None:
+        finished.drop()
     world.wait()
     return result

@@ -2,15 +2,17 @@
 
 Each safetensors file becomes one of the same name with the same keys and dtypes. A tensor without an adapter is copied
 byte by byte; an adapted one becomes round(W + s·B·A), computed in float64 and rounded to the nearest number of its own
-dtype (transposed for GPT-2's Conv1D, scaled to the trained magnitude for DoRA); what the checkpoint lacked or had for
-other classes (a new head) is added. How far that rounding moved any weight is measured on the way, not estimated.
+dtype (transposed for GPT-2's Conv1D, scaled to the trained magnitude for DoRA, expert by expert for a mixture of
+experts); what the checkpoint lacked or had for other classes (a new head) is added, and so is the second of two tied
+weights once the adapter parts them. How far that rounding moved any weight is measured on the way, not estimated.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,9 @@ from ..config import by_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d
 from ..models.safetensors_index import INDEX, SINGLE, Entry, read_index
+from ..models.weight_names import canonical, expert_sources
 from .adapter import read_adapter
+from .offsets import ADAPTER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,18 +51,14 @@ _NAMES = {
 Rows = Callable[[int, int], Tensor]
 
 
-class NotByFiles(Exception):
-    """This adapter changes a tensor that the files do not have as such; the model must be merged in memory."""
-
-
 @dataclass(frozen=True)
 class Change:
     """What an adapter does to one weight, in the layout of the file."""
 
     a: Tensor
-    """(r, n): n indexes the file's columns, or its rows where `transposed`."""
+    """(r, n): n indexes the file's columns, or its rows where `transposed`; of experts in one tensor (E, r, n)."""
     b: Tensor
-    """(m, r)"""
+    """(m, r), of experts in one tensor (E, m, r)."""
     scale: float
     transposed: bool
     """The file has the transpose of B·A (Conv1D, embeddings)."""
@@ -68,6 +68,9 @@ class Change:
     def added_to(self, entry: Entry, start: int, stop: int) -> Tensor:
         """The file's rows `start:stop` of W + s·B·A, float64, without DoRA's norms."""
         rows = _rows_of(entry, start, stop).double()
+        if rows.ndim == 3:
+            product = self.b[start:stop].double() @ self.a[start:stop].double()
+            return rows.add_(product.mT if self.transposed else product, alpha=self.scale)
         if self.transposed:
             return rows.addmm_(self.a[:, start:stop].T.double(), self.b.T.double(), alpha=self.scale)
         return rows.addmm_(self.b[start:stop].double(), self.a.double(), alpha=self.scale)
@@ -140,43 +143,41 @@ def merge_files(
 
     Args:
         model: from `finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; untied here where the
-            adapter changes only one of two tied weights.
+            adapter changes one of two tied weights, or both.
         adapter: PEFT directory.
         dtype: of the tensors that the checkpoint lacked.
         cast: of all tensors of floating point, in place of their own.
 
     Raises:
-        NotByFiles: an adapted weight is converted on loading, or of a kind whose update is not a product.
-        UserError: the adapter has tensors that the model has not, or makes weights that are not finite.
+        UserError: the adapter has tensors that the model has not, changes one that the files hold in another form or
+            that the architecture ties, or makes weights that are not finite.
     """
     checkpoint: Any = model.checkpoint
     changes, whole = read_changes(model, adapter)
     keys = dict(checkpoint.keys)
-    if any(name in checkpoint.converted for name in (*changes, *whole)):
-        raise NotByFiles("a converted weight is adapted")
     pieces = _unchanged(checkpoint, cast)
     added: dict[str, _Piece] = {}
-    for name, change in changes.items():
-        entry = checkpoint.entries[keys[name]]
-        kept = cast or entry.dtype
-        piece = _Piece(kept, entry.shape, rows=_merged(entry, change))
-        sharing = _sharing(checkpoint, name)
-        if len(sharing) > 1:
-            _untie(model, sharing)
-            added |= {other: _alone(entry, cast) for other in sharing[1:]} | added
-        if name == sharing[0]:
-            pieces[entry.file.name][keys[name]] = piece
+    for names in sorted({tuple(_tied(model, name)) for name in changes} - {()}):
+        _untie(model, names)
+        shared = checkpoint.entries[keys[names[0]]]
+        added |= {other: _alone(shared, cast) for other in _sharing(checkpoint, names[0])[1:]}
+    for source, there, change in _places(model, changes):
+        entry = checkpoint.entries[source]
+        piece = _Piece(cast or entry.dtype, entry.shape, rows=_merged(entry, change))
+        if there == source:
+            pieces[entry.file.name][source] = piece
         else:
-            added[name] = piece
+            added[there] = piece
     for name, tensor in whole.items():
+        if name in checkpoint.converted:
+            raise _refusal(f"{name} is trained whole, and the files of this backbone hold it in another form")
         kept = cast or (checkpoint.entries[keys[name]].dtype if name in keys else dtype)
         piece = _Piece(kept, tuple(tensor.shape), rows=partial(_span_of, tensor))
         if name not in keys:
             added[name] = piece
-        elif len(_sharing(checkpoint, name)) == 1:
-            pieces[checkpoint.entries[keys[name]].file.name][keys[name]] = piece
-        else:
-            raise NotByFiles(f"{name} is replaced and tied")
+        for other in _tied(model, name) or [name]:  # such a one trains as what it is: one tensor
+            if other in keys:
+                pieces[checkpoint.entries[keys[other]].file.name][keys[other]] = piece
     pieces[max(pieces)].update(added)
     rounding = Rounding()
     for file, content in pieces.items():
@@ -201,12 +202,20 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Chang
     """
     settings = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     tensors = {name: tensor.float() for name, tensor in read_adapter(adapter).items()}
-    if settings.get("lora_bias") or settings.get("target_parameters"):
-        raise NotByFiles("the adapter changes more than weights of linear layers and embeddings")
+    if settings.get("lora_bias"):
+        raise _refusal("its factors have biases of their own (lora_bias)")
     changes: dict[str, Change] = {}
     owners = {name.split(".lora_")[0] for name in tensors if ".lora_" in name}
     modules = dict(model.named_modules())
+    experts = _expert_layers(model, adapter) if settings.get("target_parameters") else {}
     for owner in sorted(owners):
+        if owner in experts:
+            name, scale, count, transposed = experts[owner]
+            a, b = tensors[f"{owner}.lora_A.weight"], tensors[f"{owner}.lora_B.weight"]
+            a = a.reshape(count, -1, a.shape[1])  # rows e·r … of A; every E-th column of B from e on
+            b = b.reshape(b.shape[0], -1, count).permute(2, 0, 1)
+            changes[name] = Change(a, b, scale, transposed, None)
+            continue
         if owner not in modules:
             raise UserError(f"{adapter}: this adapter belongs to another backbone, which has {owner}")
         kind = modules[owner]
@@ -217,26 +226,73 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Chang
             a, b = tensors[f"{owner}.lora_A.weight"], tensors[f"{owner}.lora_B.weight"]
             transposed = is_conv1d(kind)
         if not (isinstance(kind, nn.Linear | nn.Embedding) or transposed):
-            raise NotByFiles(f"{owner} is a {type(kind).__name__}")
-        if magnitude is not None and isinstance(kind, nn.Embedding):
-            raise NotByFiles("DoRA on an embedding")
+            raise _refusal(f"{owner} is a {type(kind).__name__}, neither a linear layer nor an embedding")
         rank, alpha = a.shape[0], by_pattern(settings.get("alpha_pattern"), owner, settings["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
         changes[f"{owner}.weight"] = Change(a, b, scale, transposed, magnitude)
     return changes, {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
 
 
-def spot_check(source: Any, out: Path, changes: dict[str, Change], *, rows: int = 4) -> float:
+def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str, float, int, bool]]:
+    """Of each layer of stacked experts, by the adapter's name of it: the parameter, the scale, E, whether it is (E, in,
+    out). PEFT nests one layer in the other, in an order of its own, so PEFT says which is which."""
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora.layer import ParamWrapper
+
+    config: Any = LoraConfig.from_pretrained(str(adapter))
+    wrapped = get_peft_model(copy.deepcopy(model), config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    found = {}
+    for full, layer in wrapped.named_modules():
+        if isinstance(layer, ParamWrapper) and layer.num_experts > 1:
+            owner = full.removeprefix("base_model.model.")
+            stack = owner.split(".base_layer")[0]
+            transposed = not layer._did_swap_in_out_features
+            found[canonical(owner + ".lora_A").removesuffix(".lora_A")] = (
+                f"{stack}.{layer.parameter_name}", layer.scaling[ADAPTER], layer.num_experts, transposed,
+            )  # fmt: skip
+    return found
+
+
+def _places(model: PreTrainedModel, changes: dict[str, Change]) -> Iterator[tuple[str, str, Change]]:
+    """Of each tensor of the files that is to change: its key there, its key in the merged files, and the change.
+
+    Raises UserError for experts that the files hold otherwise than one by one or all in one tensor.
+    """
+    checkpoint: Any = model.checkpoint
+    for name, change in changes.items():
+        if name in checkpoint.converted:
+            for key, part in _expert_parts(model, name, change):
+                yield key, key, part
+        else:
+            key = checkpoint.keys[name]
+            yield key, key if name == _sharing(checkpoint, name)[0] else name, change
+
+
+def _expert_parts(model: PreTrainedModel, name: str, change: Change) -> Iterator[tuple[str, Change]]:
+    """The files' own tensors of the parameter `name`, which transformers stacks over experts, and puts one projection
+    below the other (gate, up), each with its part of the change."""
+    checkpoint: Any = model.checkpoint
+    parts = expert_sources(model, checkpoint, name)
+    if not parts or change.a.ndim != 3 or change.transposed:
+        raise _refusal(f"the files of this backbone hold {name} in a form that only transformers can make")
+    first = 0
+    for keys in parts:
+        rows = checkpoint.entries[keys[0]].shape[0]
+        for expert, key in enumerate(keys):
+            yield key, Change(change.a[expert], change.b[expert, first : first + rows], change.scale, False, None)
+        first += rows
+
+
+def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, Change], *, rows: int = 4) -> float:
     """Largest difference between `rows` rows of each changed weight as written and as computed anew in float64.
 
-    source: the `Checkpoint`. Relative to the largest value of the row; rounding to the stored dtype is part of it.
+    model: as of `merge_files`. Relative to the largest value of the row; rounding to the stored dtype is part of it.
     """
+    checkpoint: Any = model.checkpoint
     written = read_index(out)
     worst = 0.0
-    for name, change in changes.items():
-        key = source.keys[name]
-        there = key if name == _sharing(source, name)[0] else name
-        before, after = source.entries[key], written[there]
+    for key, there, change in _places(model, changes):
+        before, after = checkpoint.entries[key], written[there]
         scale = _row_scale(before, change) if change.magnitude is not None else None
         for start in {i * (before.shape[0] - 1) // max(rows - 1, 1) for i in range(rows)}:
             exact = change.added_to(before, start, start + 1)
@@ -270,12 +326,30 @@ def _unchanged(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str,
     return pieces
 
 
-def _untie(model: PreTrainedModel, names: list[str]) -> None:
-    """From now on the model has a head of its own beside its embedding."""
+def _tied(model: PreTrainedModel, name: str) -> list[str]:
+    """The weights that are one with the weight `name`, itself among them; empty for one that is alone."""
+    pairs = model.all_tied_weights_keys
+    source = pairs.get(name, name)
+    others = [target for target, of in pairs.items() if of == source]
+    return sorted({source, *others}) if others else []
+
+
+def _untie(model: PreTrainedModel, names: Sequence[str]) -> None:
+    """From now on the model has a head of its own beside its embedding.
+
+    Raises UserError where no setting parts them, or where it does more than that (what an encoder-decoder's tied head
+    reads is scaled)."""
     config = model.config.get_text_config()
-    if len(names) > 2 or not getattr(model.config, "tie_word_embeddings", config.tie_word_embeddings):
-        raise NotByFiles(f"{names[0]} is tied by the architecture")
+    ties = any(getattr(one, "tie_word_embeddings", False) for one in (model.config, config))
+    if len(names) > 2 or not ties or model.config.is_encoder_decoder:
+        raise _refusal(f"{', '.join(names)} are one tensor in this architecture, and the adapter would part them")
     config.tie_word_embeddings = model.config.tie_word_embeddings = False
+
+
+def _refusal(reason: str) -> UserError:
+    return UserError(
+        f"this adapter cannot be folded into the weights: {reason}; hand on the adapter as it is (`flatshift export`)"
+    )
 
 
 def _span_of(tensor: Tensor, start: int, stop: int) -> Tensor:

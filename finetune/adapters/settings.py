@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config import Adapter, by_pattern
 from ..errors import UserError
-from ..models.anatomy import is_conv1d, is_linear
+from ..models.anatomy import beside_language, is_conv1d, is_linear
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -64,6 +64,8 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
             ranks |= dict.fromkeys(chosen, adapter.experts)
             alphas |= dict.fromkeys(chosen, adapter.numerator_of(adapter.experts))
         _check_experts(adapter, parameters)
+    elif beside_language(backbone):
+        targets = _language_names(backbone, _linear_names(backbone, adapter, targets, task), adapter.targets)
     elif adapter.layers is not None and targets == "all-linear":
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _whole(backbone, adapter)
@@ -169,6 +171,14 @@ def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | li
         names = [n for n, m in backbone.named_modules() if _can_have_lora(m) and any(_ends(n, t) for t in targets)]
     names = [name for name in names if not any(_ends(name, suffix) for suffix in adapter.exclude or ())]
     return [name for name in names if _in_layers(name, adapter.layers)]
+
+
+def _language_names(backbone: PreTrainedModel, names: list[str], targets: str | tuple[str, ...]) -> list[str]:
+    """`names` in the language model; elsewhere (a vision tower) only those that a target names which it has not."""
+    beside = tuple(f"{name}." for name in beside_language(backbone))
+    inside = [name for name in names if not name.startswith(beside)]
+    asked = [] if isinstance(targets, str) else [t for t in targets if not any(_ends(name, t) for name in inside)]
+    return [name for name in names if name in inside or any(_ends(name, target) for target in asked)]
 
 
 def _in_layers(name: str, layers: tuple[int, ...] | None) -> bool:

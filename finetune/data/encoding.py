@@ -11,6 +11,7 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from .example import Encoded as Encoded
 from .example import Example as Example
 from .example import with_features
 from .labels import Units
-from .rows import PROMPTS, SHARED, Row
+from .rows import PAIRS, PROMPTS, SHARED, Row
 from .template import Template, longest_first
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ..tasks import Objective, Task
 
 _CHUNK = 1024
+_CHARACTERS = 1 << 14
+"""Of a long text, that are tokenised at least."""
 _Each = TypeVar("_Each")
 
 
@@ -46,7 +49,7 @@ def encode(
     bad_rows: Literal["refuse", "skip"] = "refuse",
     decoder_start: int | None = None,
     truncation: Literal["left", "right"] | None = None,
-    overlong: Literal["drop", "refuse"] | None = None,
+    overlong: Literal["drop", "refuse", "split"] | None = None,
     units: Units | None = None,
     features: Projector | None = None,
 ) -> Encoded:
@@ -59,7 +62,7 @@ def encode(
             that a template cannot show.
         decoder_start: the token that a decoder begins with (`Backbone.decoder_start`); for seq2seq.
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
-        overlong: longer samples are truncated (None), left out, or refused.
+        overlong: longer samples are truncated (None), left out, refused, or of documents read in pieces.
         units: how training is to see the targets of a regression; None: as they are.
         features: which vectors each row brings along, for language-model and completion; a row without them is bad.
     Raises:
@@ -124,6 +127,10 @@ class LeftOut:
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     """Of those that are cut or left out, the tokens that each would have whole."""
+    at_least: int | None = None
+    """From where on these are least numbers (`Encoder.within`); None: all are exact."""
+    split: int = 0
+    pieces: int = 0
 
     def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
         """These examples with what was lost on the way to them."""
@@ -136,6 +143,9 @@ class LeftOut:
             self.cut_answers,
             lost_prompts=self.lost_prompts,
             lengths=self.lengths,
+            at_least=self.at_least,
+            split=self.split,
+            pieces=self.pieces,
         )
 
     def bad(self, row: Row, reason: str) -> None:
@@ -176,15 +186,23 @@ class Losses:
     cut_answers: int = 0
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
+    at_least: int | None = None
+    """As of `LeftOut`."""
+    split: int = 0
+    pieces: int = 0
 
     def add(self, encoded: Encoded) -> None:
         """Count a chunk."""
-        self.samples += len(encoded.examples) + encoded.dropped
+        self.samples += len(encoded.examples) - encoded.pieces + encoded.split + encoded.dropped
+        self.split += encoded.split
+        self.pieces += encoded.pieces
         self.dropped += encoded.dropped
         self.truncated += encoded.truncated
         self.cut_answers += encoded.cut_answers
         self.lost_prompts += encoded.lost_prompts
         self.lengths.update(encoded.lengths)
+        if encoded.at_least is not None:
+            self.at_least = min(self.at_least or encoded.at_least, encoded.at_least)
 
     def refuse(self, task: Task, train: Train) -> None:
         """Raise UserError if more was lost than `train.max_dropped`, `task.max_truncated` and `train.max_cut` allow."""
@@ -205,6 +223,11 @@ class Losses:
 
     def notes(self, train: Train) -> Iterator[str]:
         """What there is to know before the first step, a sentence each."""
+        if self.split:
+            yield (
+                f"{self.called}: {self.split:,} of {self.samples:,} documents are longer than train.max_length = "
+                f"{train.max_length} tokens and read in {self.pieces:,} pieces (train.overlong: split)"
+            )
         if not self.truncated:
             return
         parts = [f"{self.cut_answers:,} of them in their answer"] if self.cut_answers else []
@@ -223,12 +246,15 @@ class Losses:
         for length, count in sorted(self.lengths.items()):
             missing -= count
             if missing <= 0 < missing + count:
-                return f"{length:,} tokens would hold 99 % of them whole"
-        return f"{max(self.lengths):,} tokens would hold all of them whole"
+                return f"{self._or_more(length)} tokens would hold 99 % of them whole"
+        return f"{self._or_more(max(self.lengths))} tokens would hold all of them whole"
+
+    def _or_more(self, length: int) -> str:
+        return f"{length:,}" if self.at_least is None or length < self.at_least else f"at least {length:,}"
 
 
-Made = tuple[Example | str, Cut]
-"""What became of a row: its example, or why it is a bad row; and what it lost."""
+Made = tuple[Example | list[Example] | str, Cut]
+"""What became of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
 
 
 class Encoder:
@@ -244,7 +270,7 @@ class Encoder:
         bad_rows: str = "refuse",
         decoder_start: int | None = None,
         truncation: Literal["left", "right"] | None = None,
-        overlong: Literal["drop", "refuse"] | None = None,
+        overlong: Literal["drop", "refuse", "split"] | None = None,
         units: Units | None = None,
         features: Projector | None = None,
     ) -> None:
@@ -291,10 +317,14 @@ class Encoder:
         for filled in chunks(self._filled(rows, templates), _CHUNK):
             chunk = [row for row, _ in filled]
             for row, (example, cut) in zip(chunk, make(chunk, [texts for _, texts in filled]), strict=True):
-                if self.features is not None and not isinstance(example, str):
+                if self.features is not None and isinstance(example, Example):
                     example = with_features(example, row, self.features)
                 if isinstance(example, str):
                     self.rest.bad(row, example)
+                elif isinstance(example, list):
+                    self.rest.split += 1
+                    self.rest.pieces += len(example)
+                    examples += example
                 elif not (cut and self.rest.long(row, cut)):
                     examples.append(example)
         return examples
@@ -307,8 +337,18 @@ class Encoder:
                 texts = [template.fill(row) for template in templates]
             except ValueError as error:
                 self.rest.bad(row, str(error))
+                continue
+            if blank := self._blank(row, templates):
+                self.rest.bad(row, blank)
             else:
                 yield row, texts
+
+    def _blank(self, row: Row, templates: Sequence[Template]) -> str:
+        """The sentence for a row of which nothing but white space is read; vectors are something."""
+        if not templates:
+            return EMPTY_TEXT if is_blank(row, ["text"]) else ""
+        read = templates[0].columns
+        return "the prompt is empty" if read and self.features is None and is_blank(row, read) else ""
 
     def wholes(self, rows: Iterable[Row]) -> list[tuple[Row, list[int], list[int] | None]]:
         """Each usable row with the ids and segments of its text, or of its pair `text`, `text2`, in the tokenizer's
@@ -339,17 +379,20 @@ class Encoder:
         """The rows whose second text is one, or is not there; the others are bad ones."""
         for row in rows:
             text2 = row.values.get("text2")
-            if text2 is None or isinstance(text2, str):
-                yield row
-            else:
+            if text2 is not None and not isinstance(text2, str):
                 self.rest.bad(row, f"column 'text2' is a {type(text2).__name__}, not text")
+            elif is_blank(row, ["text"]):
+                self.rest.bad(row, EMPTY_TEXT)
+            else:
+                yield row
 
     def _texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, Cut]]:
-        firsts = self.tokens([row.values["text"] for row in rows])["input_ids"]
+        firsts = self.tokens(self.within((row.values["text"] for row in rows), left=self.left))["input_ids"]
         paired = [i for i, row in enumerate(rows) if row.values.get("text2") is not None]
         seconds: dict[int, list[int]] = {}
         if paired:
-            ids = self.tokens([rows[i].values["text2"] for i in paired])["input_ids"]
+            texts = self.within((rows[i].values["text2"] for i in paired), left=self.left)
+            ids = self.tokens(texts)["input_ids"]
             seconds = dict(zip(paired, ids, strict=True))
         return [self._text(a, seconds.get(i)) for i, a in enumerate(firsts)]
 
@@ -372,6 +415,38 @@ class Encoder:
         """The tokenizer's batch of the texts alone, without special tokens."""
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
 
+    def within(self, texts: Iterable[str], *, left: bool = False) -> list[str]:
+        """The texts; of one that is far longer than a row, as much of its begin (left: of its end) as a row may hold.
+
+        A text of megabytes costs 200 bytes of memory a character, for tokens that nobody keeps. What is left of it has
+        more than `max_length` tokens, and those that a row may hold are the whole text's: they stay the same where
+        twice as much of it is tokenised, and one sign more. Its length, as `Cut.needs`, is then a least one; of two
+        texts of a pair that both are so long, the second is the longer where an odd token is to be shared. Texts
+        that are read in pieces stay whole.
+        """
+        if self.overlong == "split":
+            return list(texts)
+        return [self._within(text, left) if len(text) > 4 * self._room else text for text in texts]
+
+    @property
+    def _room(self) -> int:
+        """Characters that are looked at first: as many as most rows need many times over."""
+        return max(_CHARACTERS, 32 * self.max_length)
+
+    def _within(self, text: str, left: bool) -> str:
+        size = self._room
+        while 2 * size + 1 < len(text):
+            # One sign more, since a run of equal signs is cut in pieces that depend on where it begins or ends.
+            parts = [text[-n:] if left else text[:n] for n in (size, 2 * size, 2 * size + 1)]
+            whole = self.tokens(parts)["input_ids"]
+            held = [list(shortened(ids, self.max_length + 1, left=left)) for ids in whole]
+            same = held[0] == held[1] == held[2]
+            if same and len(held[0]) > self.max_length and _has_edges(parts[0]):
+                self.rest.at_least = min(self.rest.at_least or len(whole[0]), len(whole[0]))
+                return parts[0]
+            size *= 2
+        return text
+
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Cut]:
         """The tokenizer's template around `ids`, closed by `end`, and what the ids lost to fit."""
         around = len(self.specials.prefix) + len(end)
@@ -392,8 +467,28 @@ class Encoder:
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
 
 
+def _has_edges(text: str) -> bool:
+    """Whether pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
+    that repeats, where a tokenizer sets its edges may depend on what is far away."""
+    if 256 * len(text.split()) >= len(text):
+        return True
+    data = text.encode()
+    return 10 * len(zlib.compress(data, 1)) > len(data)
+
+
+EMPTY_TEXT = "the text is empty"
+
+
+def is_blank(row: Row, columns: Iterable[str]) -> bool:
+    """Whether each of these columns holds no more than white space."""
+    values = [row.values.get(name) for name in columns]
+    return all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
+
+
 def prompt_form(form: str) -> str:
     """What is said of rows whose `prompt` was made of something else."""
+    if form in PAIRS:
+        return f"prompt and completion are the columns {form}"
     if form == SHARED:
         return f"prompts are {SHARED}"
     return f"prompts read from {form}'s columns: {', '.join(PROMPTS[form])}"
@@ -458,6 +553,36 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
         return int(tokenizer.eos_token_id)
     suffix = Specials.of(tokenizer).suffix
     return suffix[0] if suffix else None
+
+
+_ENDS_OF = 2000
+"""Samples that are looked at for the tokens that end an answer."""
+
+
+def closing_tokens(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, *, max_length: int
+) -> dict[str, int]:
+    """The tokens that training supervised as the end of a sample's (last) answer, by how they are written.
+
+    White space behind it aside, that is the last supervised token where it is the end of sequence or an added token.
+    A sample that fills `max_length` was perhaps cut, and says nothing.
+    """
+    added = set(tokenizer.added_tokens_decoder) | {end_token(tokenizer)}
+    blank: dict[int, bool] = {}
+    found: Counter[int] = Counter()
+    for place in range(0, len(examples), -(-len(examples) // _ENDS_OF) or 1):
+        labels = examples[place].labels
+        if not isinstance(labels, list) or len(labels) >= max_length:
+            continue
+        for token in reversed(labels):
+            if token == IGNORE:
+                continue
+            if token in added:
+                found[token] += 1
+                break
+            if not blank.setdefault(token, not str(tokenizer.decode([token])).strip()):
+                break
+    return {str(tokenizer.convert_ids_to_tokens(token)): token for token in sorted(found)}
 
 
 def _runs(tokenizer: PreTrainedTokenizerBase, *texts: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

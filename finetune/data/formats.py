@@ -26,9 +26,11 @@ from .remote import DataFile, RemoteFile
 
 JSONL = (".jsonl", ".ndjson", ".json")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TEXTS = (".txt", ".md")
 COMPRESSIONS = (".gz", ".xz", ".zst")
 SUPPORTED = (
-    "JSONL (.jsonl .ndjson .json), an array of objects (.json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
+    "JSONL (.jsonl .ndjson .json), an array of objects (.json), .csv, .tsv, one document a file (.txt .md) (each also "
+    ".gz .xz .zst) and .parquet"
 )
 SAMPLE = "sample:"
 HUB = "hub:"
@@ -77,6 +79,8 @@ def records(path: DataFile) -> Iterator[Record]:
         return _parquet(path)
     if kind in DELIMITERS:
         return _csv(path, DELIMITERS[kind])
+    if kind in TEXTS:
+        return _document(path)
     return _array(path) if _is_array(path, kind) else _jsonl(path)
 
 
@@ -86,6 +90,8 @@ def count(path: DataFile) -> int:
     if kind == ".parquet":
         with _parquet_file(path) as file:
             return int(file.metadata.num_rows)
+    if kind in TEXTS:
+        return 1
     if kind in JSONL and not _is_array(path, kind):
         return sum(1 for line in _lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
     return sum(1 for _ in records(path))
@@ -116,7 +122,8 @@ def shards(directory: Path) -> list[Path]:
 
 
 def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
-    """Those of a directory's `entries` that are files in a format that is known; hidden ones and others are left out.
+    """Those of a directory's `entries` that are files in a format that is known; hidden ones and others are left out,
+    and texts beside files of records.
 
     Raises UserError as `shards`.
     """
@@ -125,7 +132,9 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
         if path.is_file() and not path.name.startswith((".", "_")):
             with contextlib.suppress(UserError):
                 kind, _ = _by_name(path)
-                found.setdefault("JSONL" if kind in JSONL else kind, []).append(path)
+                found.setdefault("JSONL" if kind in JSONL else "text" if kind in TEXTS else kind, []).append(path)
+    if len(found) > 1:
+        found.pop("text", None)  # a README beside the data
     if len(found) > 1:
         raise UserError(
             f"{directory} holds {' and '.join(sorted(found))} files; name those that are meant, as {directory}/*.jsonl"
@@ -133,6 +142,13 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
     if not found:
         raise UserError(f"{directory} is a directory without a file to read; known are {SUPPORTED}")
     return next(iter(found.values()))
+
+
+def is_text(path: DataFile) -> bool:
+    """True for a file that is one document, by its name."""
+    with contextlib.suppress(UserError):
+        return split_suffix(path)[0] in TEXTS
+    return False
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -144,7 +160,7 @@ def _by_name(path: DataFile) -> tuple[str, str]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
-    known = kind in JSONL or kind in DELIMITERS or (kind == ".parquet" and not compression)
+    known = kind in (*JSONL, *TEXTS) or kind in DELIMITERS or (kind == ".parquet" and not compression)
     if not known:
         raise UserError(f"{path}: unknown format {(kind + compression) or 'without a suffix'!r}; known are {SUPPORTED}")
     return kind, compression
@@ -262,6 +278,24 @@ def _jsonl(path: DataFile) -> Iterator[Record]:
         if problem is None and not isinstance(value, dict):
             problem = f"a JSON {_json_type(value)}, not an object with columns"
         yield Record(number, number + 1, {} if problem else value, problem)
+
+
+def _document(path: DataFile) -> Iterator[Record]:
+    """A file of plain text as one record, its `text`, without its last line end; lines of other systems end as ours."""
+    parts: list[bytes] = []
+    for chunk in _chunks(path):
+        parts.append(chunk)
+        if sum(map(len, parts)) > LONGEST_LINE:
+            raise UserError(f"{path}: a document of more than {LONGEST_LINE:,} bytes; cut it into several files")
+    raw = b"".join(parts).removeprefix(codecs.BOM_UTF8)
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path}: is UTF-16; save it as UTF-8")
+    try:
+        text = raw.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        yield Record(0, 1, {}, f"not valid UTF-8 (byte {error.start + 1} of the file)")
+        return
+    yield Record(0, 1, {"text": text})
 
 
 def _is_array(path: DataFile, kind: str) -> bool:

@@ -26,6 +26,10 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _unheard(rows: int) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Share:
     """This process's part of an evaluation. All processes go through the same batches; the default takes every row."""
@@ -69,6 +73,9 @@ class Inference:
     autocast_dtype: torch.dtype | None = None
     """None: the model's own precision."""
     share: Share = ALONE
+    beat: Callable[[int], None] = _unheard
+    """Called after each batch with the number of examples that it finished, and in one process with 0 after each token
+    that is written; what it raises ends the evaluation. Every rank of a mesh calls it at the same places."""
 
     @classmethod
     def of(
@@ -112,6 +119,27 @@ class Inference:
                 micro = collator.collate([(i,) for i in some], self.pad_id, multiple)
             yield micro if len(mine) else replace(micro, samples=0, supervised=0)
             start += rows
+            self.beat(len(batch))
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether anybody follows the progress."""
+        return self.beat is not _unheard
+
+    def unheard(self) -> Inference:
+        """The same for a trial, whose rows are no progress."""
+        return replace(self, beat=_unheard)
+
+    def spread(self, rows: int) -> Inference:
+        """The same where every example is so many rows."""
+        finished = 0
+
+        def beat(more: int) -> None:
+            nonlocal finished
+            before, finished = finished // rows, finished + more
+            self.beat(finished // rows - before)
+
+        return replace(self, beat=beat)
 
     def precision(self) -> AbstractContextManager[Any]:
         """What surrounds a forward pass."""

@@ -30,6 +30,8 @@ import numpy as np
 from ..errors import UserError
 from ..seeds import numpy_generator
 
+_FARTHEST = 1e9
+"""Between the weights of two sources: as many samples as a long run has."""
 _BLOCK = 1 << 12
 """Places between two counts that are kept."""
 
@@ -40,12 +42,18 @@ def whole_parts(weights: Sequence[float]) -> list[int]:
     Arguments:
         weights: ≥ 0, in any unit; taken as they are written in decimals, so 0.1 is one tenth.
     Raises:
-        UserError: a negative weight or one that is no number, or none above zero.
+        UserError: a negative weight or one that is no number, none above zero, or two that are too far apart.
     """
     if not all(0 <= weight < math.inf for weight in weights):
         raise UserError(f"data.train.sources: weights must be numbers ≥ 0, got {', '.join(map(str, weights))}")
     if not any(weights):
         raise UserError("data.train.sources: the weights sum to 0, so there is nothing to train on")
+    least, most = min(weight for weight in weights if weight), max(weights)
+    if least < most / _FARTHEST:
+        raise UserError(
+            f"data.train.sources: weights {least:g} and {most:g} are more than {_FARTHEST:.0e} times apart, and one of "
+            "them would never come; give it weight 0, or more"
+        )
     exact = [Fraction(repr(weight)) for weight in weights]
     unit = Fraction(1, math.lcm(*(weight.denominator for weight in exact)))
     whole = [int(weight / unit) for weight in exact]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .chat.encode import ChatEncoder
-from .encoding import Cut, Encoder, LeftOut, chunks, prompt_form
+from .encoding import Cut, Encoder, LeftOut, chunks, is_blank, prompt_form
 from .example import IGNORE, Encoded, Example
 from .rows import Row, missing_column, shared_prompt
 from .template import fit_completion
@@ -112,6 +112,7 @@ class PreferenceEncoder:
                              "give files of one kind")  # fmt: skip
                 elif not (cut and rest.long(row, cut)):
                     examples.append(example)
+        rest.at_least = self._text.rest.at_least
         return rest.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
@@ -122,6 +123,10 @@ class PreferenceEncoder:
         if self._single:
             notes.append(f"{self._single:,} single answers, known by the columns completion and label")
         return tuple(notes)
+
+    def reads_key(self, key: str) -> bool:
+        """Whether the template knows a key of turns (chat)."""
+        return self._chat is not None and self._chat.reads_key(key)
 
     def _one_kind(self, example: Example) -> bool:
         """Count an example; whether it is of another kind than those before."""
@@ -144,10 +149,17 @@ class PreferenceEncoder:
                 lists = [name for name in ("prompt", CHOSEN, REJECTED) if isinstance(row.values.get(name), list)]
                 if lists:
                     raise ValueError(f"column {lists[0]!r} holds turns of a conversation; set task.chat: true")
+                if is_blank(row, prompt.columns):
+                    raise ValueError("the prompt is empty")
                 texts = [answer.fill(row, answer=self._text_of(one)) for one in answers]
                 filled.append(([prompt.fill(row), *texts], desirable))
             except ValueError as error:
                 filled.append(str(error))
+        to = self._text
+        filled = [
+            one if isinstance(one, str) else ([*to.within(one[0][:1], left=to.left), *to.within(one[0][1:])], one[1])
+            for one in filled
+        ]
         flat = [text for one in filled if not isinstance(one, str) for text in one[0]]
         batch = self._text.tokens(flat) if flat else {"input_ids": []}
         made: list[tuple[Example, Cut] | str] = []
@@ -165,6 +177,8 @@ class PreferenceEncoder:
     def _text_of(answer: Any) -> str:
         if not isinstance(answer, str):
             raise ValueError(f"an answer is a {type(answer).__name__}, not text")
+        if not answer.strip():
+            raise ValueError("an answer is empty")
         return answer
 
     def _fitted(
@@ -210,7 +224,11 @@ class PreferenceEncoder:
                 continue
             known[row.where] = (len(turns), desirable)
             talks += [
-                Row({"messages": each, "tools": row.values.get("tools")}, f"{row.id}", f"{row.where}#{k}")
+                Row(
+                    {"messages": each, **{name: row.values.get(name) for name in ("tools", "system")}},
+                    f"{row.id}",
+                    f"{row.where}#{k}",
+                )
                 for k, each in enumerate(turns)
             ]
         encoded = self._chat.add(talks)

@@ -44,6 +44,9 @@ _CREDENTIALS = {
     **dict.fromkeys(("gs", "gcs"), "run `gcloud auth application-default login`, or set FSSPEC_GS_TOKEN"),
     "hf": "set HF_TOKEN, or run `hf auth login`",
 }
+SCHEMES = frozenset((*_INSTALL, *_CREDENTIALS, "memory"))
+"""Kinds of stores; fsspec knows others, whose clients want more than an address, or list and read in ways of their own.
+`memory` is of this process alone."""
 _MARKS = {
     "etag": ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5"),
     "version_id": ("VersionId", "generation", "version_id"),
@@ -196,7 +199,14 @@ class _Blocks(io.RawIOBase):
 
     def _part(self, size: int) -> bytes:
         self._handle.seek(self._at)  # also after a request that failed, and where a store shares its handles
-        return bytes(self._handle.read(size))
+        data = bytes(self._handle.read(size))
+        there = getattr(self._handle, "size", None)
+        if there is not None and len(data) < min(size, there - self._at):  # else one would ask for the rest for ever
+            raise UserError(
+                f"{self._url}: the store gives {self._at + len(data):,} bytes of the {there:,} that it says there are; "
+                "fetch it to this machine, or see to the server"
+            )
+        return data
 
     def close(self) -> None:
         if not self.closed:
@@ -241,6 +251,10 @@ def scheme(url: str) -> str:
     return url.partition("://")[0].lower()
 
 
+def _known() -> str:
+    return ", ".join(f"{kind}://" for kind in ("s3", "gs", "az", "hf", "https"))
+
+
 def _page(url: str) -> str:
     """An address of the web without what follows its path."""
     return url.partition("?")[0].partition("#")[0]
@@ -249,6 +263,8 @@ def _page(url: str) -> str:
 def open_store(url: str) -> tuple[Any, str]:
     """The fsspec file system of an address and the path in it. Raises UserError for one that this machine lacks."""
     kind = scheme(url)
+    if kind not in SCHEMES:
+        raise UserError(f"{url}: {kind}:// is no kind of store; known are {_known()}; copy it to this machine")
     try:
         import fsspec
 
@@ -257,10 +273,6 @@ def open_store(url: str) -> tuple[Any, str]:
         package = _INSTALL.get(kind)
         install = f"pip install {package}" if package else first_line(error)
         raise UserError(f"{url}: reading {kind}:// needs another package: {install}") from error
-    except ValueError as error:
-        raise UserError(
-            f"{url}: {kind}:// is no kind of store; known are s3://, gs://, hf://, https:// and others of fsspec"
-        ) from error
     return store, store._strip_protocol(url)
 
 

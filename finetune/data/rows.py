@@ -9,7 +9,9 @@ for each row without one: what finding a repeated one costs.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from ..config import Columns
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .files import expand
-from .formats import BrokenFile, Record, has_half_pair, records
+from .formats import LONGEST_LINE, BrokenFile, Record, has_half_pair, records
 from .remote import DataFile
 
 _Any = TypeVar("_Any")
@@ -31,11 +33,23 @@ _HALF_PAIR = "has half of a surrogate pair, which is not text"
 _DEFAULT = Columns()
 
 
-FORMS = {"ShareGPT": ("conversations",), "Alpaca": ("instruction", "input", "output", "system")}
+FORMS = {
+    "ShareGPT": ("conversations", "system"),
+    "Alpaca": ("instruction", "input", "output", "system", "history"),
+    "TRL": ("prompt", "completion", "system"),
+}
 """Other people's columns that stand for `messages`; the first of each tells it."""
 PROMPTS = {"Orca": ("question", "system"), "Alpaca": ("instruction", "input", "system"), "ShareGPT": ("conversations",)}
 """Other people's columns that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first tells
 it."""
+PAIRS = {
+    "question and answer": ("question", "answer"),
+    "instruction and output": ("instruction", "output"),
+    "instruction and response": ("instruction", "response"),
+    "input and output": ("input", "output"),
+    "text and label": ("text", "label"),
+}
+"""Other people's columns that stand for `prompt` and `completion`; `input` or `context` stand below an instruction."""
 SHARED = "what both answers begin with"
 """The form of pairs without any such column."""
 
@@ -45,8 +59,8 @@ class Row:
     """One usable record."""
 
     values: dict[str, Any]
-    """Canonical `text`, `text2`, `label` (a string, or what the task's `read_label` makes of it), `messages`, `tools`
-    and `id` where the record has them, beside all its own columns."""
+    """Canonical `text`, `text2`, `label` (a string, or what the task's `read_label` makes of it), `messages`, `tools`,
+    `system` and `id` where the record has them, beside all its own columns."""
     id: str
     """The given id, or `<file index>-<line>`, both 0-based (line: ordinal of the record for CSV and Parquet)."""
     where: str
@@ -58,8 +72,8 @@ class Row:
     nulls: int = 0
     """As `Record.nulls`."""
     form: str = ""
-    """What `messages` or `prompt` was made of, where the record has no such column: a name of `FORMS` or `PROMPTS`, or
-    `SHARED`."""
+    """What `messages` or `prompt` was made of, where the record has no such column: a name of `FORMS`, `PROMPTS` or
+    `PAIRS`, or `SHARED`."""
 
 
 def canonical_label(value: Any) -> str:
@@ -104,7 +118,7 @@ def read_rows(
     `text2` must be strings, `label` a name or a number). Unless it is required, a null column counts as absent.
 
     Arguments:
-        columns: which of the record's columns are `text`, `text2`, `label`, `messages`, `tools` and `id`.
+        columns: which of the record's columns are `text`, `text2`, `label`, `messages`, `tools`, `system` and `id`.
         required: canonical or own column names that every row must have.
         bad_rows: refuse the first bad row, or skip them all. Of several files one that breaks off then counts as one
             bad row, behind the records that could be read; a file that is alone is refused.
@@ -190,7 +204,8 @@ class _Reader:
         label: Callable[[Any], Any] = canonical_label,
     ) -> None:
         self.setting, self.label = setting, label
-        self.names = {name: getattr(columns, name) for name in ("text", "text2", "label", "messages", "tools", "id")}
+        names = ("text", "text2", "label", "messages", "tools", "system", "id")
+        self.names = {name: getattr(columns, name) for name in names}
         self.required = required
         self.bridged = "messages" in required and self.names["messages"] == _DEFAULT.messages
         self.prompted = "prompt" in required
@@ -226,6 +241,8 @@ class _Reader:
         """The turns of a record that has another form of `FORMS`; None: it has not, or its own `messages`."""
         there = [form for form, (tell, *_) in FORMS.items() if record.get(tell) is not None]
         own = record.get("messages") is not None
+        if "TRL" in there and (own or len(there) > 1) and record.get("completion") is None:
+            there.remove("TRL")  # a prompt alone also stands beside conversations, as their first turn
         if not own and not there:
             return None
         if own + len(there) > 1:
@@ -238,6 +255,8 @@ class _Reader:
         self._one_form(form, {name: tell for name, (tell, *_) in FORMS.items()} | {"": "messages"})
         if form == "Alpaca":
             return _alpaca(record)
+        if form == "TRL":
+            return _prompt_and_completion(record)
         return record["conversations"] if form else None
 
     def _one_form(self, form: str, called: Mapping[str, str]) -> None:
@@ -250,9 +269,10 @@ class _Reader:
             )
 
     def _prompted(self, values: dict[str, Any]) -> dict[str, Any]:
-        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`; else nothing."""
+        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`, or `prompt` and `completion`
+        of one in any form of `PAIRS`; else nothing."""
         if values.get("chosen") is None or values.get("rejected") is None:
-            return {}
+            return self._completed(values)
         there = [form for form, (tell, *_) in PROMPTS.items() if values.get(tell) is not None]
         own = values.get("prompt") is not None
         if not own and len(there) > 1:
@@ -272,6 +292,30 @@ class _Reader:
             return {"prompt": asked}
         return {"prompt": [{"role": "system", "content": said[0]}, {"role": "user", "content": asked}]}
 
+    def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """`prompt`, and `completion` where there is one, of a record that has other columns for them."""
+        forms = pairs_in(values, answered="completion" in self.required)
+        forms = [
+            form for form in forms if form != "text and label" or (forms == [form] and "label" not in self.required)
+        ]
+        form = "" if values.get("prompt") is not None else forms[0] if forms else None
+        if form is None:
+            return {}
+        self._one_form(form, {name: asked for name, (asked, _) in PAIRS.items()} | {"": "prompt"})
+        if not form:
+            return {}
+        asked, answer = PAIRS[form]
+        if len(forms) > 1:
+            other = PAIRS[forms[1]][0]
+            raise ValueError(
+                f"columns {asked!r} and {other!r} may each be the prompt; name one: --task.prompt '{{{asked}}}\\n' "
+                f"--task.completion '{{{answer}}}'"
+            )
+        prompt = values[asked]
+        if asked == "instruction":
+            prompt = "\n\n".join(_texts_of(values, ["instruction", "input", "context"]))
+        return {"prompt": prompt, **({} if values.get(answer) is None else {"completion": values[answer]})}
+
     def _checked(self, name: str, own: str, value: Any) -> Any:
         if name in ("messages", "tools"):
             return value  # a structure of its own: finetune.data.chat
@@ -286,25 +330,82 @@ class _Reader:
             if name not in self.required:
                 return value
             raise ValueError(f"column {own!r} is a {type(value).__name__}, not text")
+        if len(value) > LONGEST_LINE:
+            raise ValueError(f"column {own!r} has {len(value):,} characters, more than {LONGEST_LINE:,}; cut the text")
         _refuse_half_pair(value, own)
         return value
 
     def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
         if own in record:
             return f"column {own!r} is null"
+        if name == "messages" and (forms := pairs_in(record)) and forms[0] != "text and label":
+            asked, answer = PAIRS[forms[0]]
+            return (
+                f"no column {own!r}, but {asked!r} and {answer!r}: the recipe completion (task.kind: completion) "
+                "trains on a prompt and its answer"
+            )
+        if name in ("prompt", "completion") and (turns := {own, "messages", "conversations"} & record.keys()):
+            return f"no column {own!r}, but {min(turns)!r}: the recipe chat (task.kind: chat) trains on conversations"
         return missing_column(own, record, f"{self.setting}.{name}" if name in self.names else None)
 
 
+def pairs_in(record: Mapping[str, Any], *, answered: bool = True) -> list[str]:
+    """The forms of `PAIRS` that a record has, one for each prompt; answered: with their answers."""
+    found = [
+        form
+        for form, (asked, answer) in PAIRS.items()
+        if record.get(asked) is not None and (record.get(answer) is not None or not answered)
+    ]
+    if any(form.startswith("instruction") for form in found):  # its input is no prompt
+        found = [form for form in found if not form.startswith("input")]
+    return list({PAIRS[form][0]: form for form in reversed(found)}.values())[::-1]
+
+
 def _alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
-    """The turns of `instruction[, input][, output][, system]`: an input stands below its instruction, a blank line
-    between; without an output they wait for an answer."""
-    said = {name: record.get(name) for name in FORMS["Alpaca"]}
+    """The turns of `instruction[, input][, output][, history]`: an input stands below its instruction, a blank line
+    between; earlier turns are pairs of the user's and the assistant's; without an output they wait for an answer."""
+    said = {name: record.get(name) for name in ("instruction", "input", "output")}
     for name, value in said.items():
         if value is not None and not isinstance(value, str):
             raise ValueError(f"column {name!r} is a {type(value).__name__}, not text")
     asked = "\n\n".join(part for name in ("instruction", "input") if (part := said[name]))
-    turns = [("system", said["system"]), ("user", asked), ("assistant", said["output"])]
+    turns = [*_history(record.get("history")), ("user", asked), ("assistant", said["output"])]
     return [{"role": role, "content": text} for role, text in turns if text or (role == "assistant" and text == "")]
+
+
+def _history(value: Any) -> list[tuple[str, str]]:
+    try:
+        pairs = json.loads(value) if isinstance(value, str) and value else value or []
+    except (ValueError, RecursionError):
+        pairs = None
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
+    ):
+        raise ValueError("column 'history' is no list of pairs [what the user said, what the assistant said]")
+    return [turn for asked, answer in pairs for turn in (("user", asked), ("assistant", answer))]
+
+
+def _prompt_and_completion(record: dict[str, Any]) -> list[Any]:
+    """The turns of `prompt[, completion]`, each a text or a list of turns (JSON text too); of a prompt none is
+    supervised."""
+    prompt, answer = (
+        _turns_of(record.get(name), role) for name, role in (("prompt", "user"), ("completion", "assistant"))
+    )
+    given = [{**turn, "weight": 0} if _is_answer(turn) else turn for turn in prompt]
+    return [*given, *answer]
+
+
+def _turns_of(value: Any, role: str) -> list[Any]:
+    if isinstance(value, str) and value.lstrip().startswith("[{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if value is None or isinstance(value, list):
+        return value or []
+    return [{"role": role, "content": value}]
+
+
+def _is_answer(turn: Any) -> bool:
+    return isinstance(turn, dict) and (turn.get("role") == "assistant" or turn.get("from") in ("gpt", "assistant"))
 
 
 def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:

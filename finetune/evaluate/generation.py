@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compute.numerics import evaluating
 from ..config import check_bounds
-from ..data.inference import Inference
+from ..data.inference import ALONE, Inference
 from ..errors import UserError
 from ..models.anatomy import before_text
 from ..models.families import usable_positions
@@ -30,6 +30,10 @@ from ..seeds import torch_generator
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+
+
+_COLDEST = 1e-4
+"""Below it logits over the temperature leave float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,8 @@ class Decoding:
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), temperature=(0, None), num_beams=(1, None), top_k=(1, None))
         check_bounds(self, top_p=(0, 1), seed=(0, 2**63 - 1))
+        if 0 < self.temperature < _COLDEST:
+            raise ValueError(f"temperature must be 0, for no draw, or at least {_COLDEST}, got {self.temperature}")
         if self.temperature == 0 and (self.top_p is not None or self.top_k is not None):
             name = "top_p" if self.top_p is not None else "top_k"
             raise ValueError(f"{name} limits draws, and there are none at temperature 0; set temperature, or leave it")
@@ -193,13 +199,15 @@ def written(
         processors: of the prompts at these places, what changes their logits; a pipeline's stand-in takes none.
         on_token: told each token of a single prompt as soon as it is chosen (one beam).
     """
-    from transformers import LogitsProcessorList
+    from transformers import LogitsProcessorList, StoppingCriteriaList
 
     apart = config.decoder_start_token_id is not None
     more: dict[str, Any] = {"synced_gpus": True} if inference.share.lockstep else {}
     if on_token is not None:
         assert len(prompts) == 1 and config.num_beams in (None, 1)
         more["streamer"] = _Streamer(on_token)
+    if inference.share == ALONE and inference.is_heard:
+        more["stopping_criteria"] = StoppingCriteriaList([_Heard(inference)])
     for batch in _batches(prompts, inference.batch_size, alike=bool(getattr(model, "soft_tokens", 0))):
         places, counts = inference.share.mine(batch)
         ids, mask = padded([prompts[i] for i in places], config.pad_token_id, left=not apart)
@@ -214,6 +222,18 @@ def written(
             )
         if counts:
             yield places, out[:, 1 if apart else ids.shape[1] :]
+        inference.beat(len(batch))
+
+
+class _Heard:
+    """A stopping criterion that stops nothing: it tells of a token."""
+
+    def __init__(self, inference: Inference) -> None:
+        self.inference = inference
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
+        self.inference.beat(0)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class _Streamer:

@@ -45,6 +45,7 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: Inference, 
         found = _shared(model, [examples[i] for i in index], inference)
         if counts:
             scores[index] = found
+        inference.beat(len(batch))
     return inference.share.add(scores)
 
 
@@ -55,7 +56,7 @@ def _can_share(model: Any, examples: Sequence[Example], inference: Inference, ta
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
     alone = replace(inference.share, index=0, width=1, add=ALONE.add)
-    apart = _separately(model, probe, replace(inference, share=alone), task)
+    apart = _separately(model, probe, replace(inference, share=alone).unheard(), task)
     try:
         shared = _shared(model, probe, inference)
     except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError):
@@ -83,7 +84,7 @@ def _apart(model: Any, examples: Sequence[Example], inference: Inference, task: 
             rest = list(choice) if prompt else list(choice[1:])
             labels = [IGNORE] * len(context) + rest
             rows.append(Example([*context, *rest], labels, example.id, example.where, features=example.features))
-    nats, _ = document_nats(model, rows, inference, task=task)
+    nats, _ = document_nats(model, rows, inference.spread(len(examples[0].choices or ())), task=task)
     return -nats.reshape(len(examples), -1)
 
 

@@ -65,15 +65,29 @@ def vocabulary_size(model: Any) -> int:
     return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)
 
 
+def beside_language(model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules that a multimodal model has beside its language model: a vision tower, its projector."""
+    config: Any = backbone_of(model).config
+    text = config.get_text_config()
+    if text is config:
+        return ()
+    kind = type(text)
+    language = next((n for n, m in model.named_modules() if n and isinstance(getattr(m, "config", None), kind)), "")
+    owner = language.rpartition(".")[0]
+    others = model.get_submodule(owner).named_children() if language else ()
+    return tuple(name for name in (f"{owner}.{child}".lstrip(".") for child, _ in others) if name != language)
+
+
 _TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "positions_embed")
 
 
 def position_limit(model: nn.Module) -> int | None:
     """Longest row, tokens, that a table of learned positions allows; None where positions are computed (rotary, …)."""
+    beside = tuple(f"{name}." for name in beside_language(model))  # an image's patches are no tokens
     tables = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name.rsplit(".", 1)[-1] in _TABLES
+        if isinstance(module, nn.Embedding) and not name.startswith(beside) and name.rsplit(".", 1)[-1] in _TABLES
     ]
     # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
     used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]

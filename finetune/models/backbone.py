@@ -364,13 +364,18 @@ def sound_config(directory: Path) -> Any:
     except Exception as error:  # each architecture checks its own, in exceptions of many kinds
         told = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shortened(told, 140)}") from error
+    check_sizes(config, directory / "config.json")
+    return config
+
+
+def check_sizes(config: Any, file: Path) -> None:
+    """Raise UserError for a size in transformers' own `config`, read from `file`, that no model has."""
     for key, most in _SIZES.items():
         value = getattr(config.get_text_config(), key, None)
         each = value if isinstance(value, list) and value else [value]  # Gemma 3n: one for each layer
         if value is not None and not all(isinstance(one, int) and 1 <= one <= most for one in each):
             shown = shortened(json.dumps(value, default=str), 40)
-            raise UserError(f"{directory / 'config.json'} has {key} {shown}, not a whole number from 1 to {most:,}")
-    return config
+            raise UserError(f"{file} has {key} {shown}, not a whole number from 1 to {most:,}")
 
 
 def reads_both_ways(config: Any) -> bool:

@@ -8,13 +8,15 @@ hub), ties weights of which the files have only one, and converts (experts that 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..errors import UserError
 from .safetensors_index import Entry, read_index
 
 if TYPE_CHECKING:
@@ -111,6 +113,61 @@ def _match(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> t
         elif name in state:
             keys.setdefault(name, key)
     return {name: key for name, key in keys.items() if name not in converted}, converted
+
+
+def expert_sources(model: PreTrainedModel, checkpoint: Checkpoint, name: str) -> list[list[str]]:
+    """The files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection that lies in
+    it, from above, the keys of its experts in order. Empty where it is made in any other way."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        Concatenate,
+        MergeModulelist,
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    state = model.state_dict()
+    keys: dict[str, list[str]] = {}
+    for key in sorted(checkpoint.entries, key=_natural):
+        made, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if made == name and pattern is not None:
+            keys.setdefault(pattern, []).append(key)
+    for rule in converters:
+        if keys and set(rule.source_patterns) == set(keys):
+            steps = [(type(step), step.dim) for step in rule.operations if hasattr(step, "dim")]
+            whole = len(steps) == len(rule.operations)
+            if whole and steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
+                return [keys[pattern] for pattern in rule.source_patterns]
+    return []
+
+
+def read_weight(model: PreTrainedModel) -> Callable[[str], Tensor]:
+    """Reads a weight of a skeleton (`finetune.models.meta.build_skeleton`) from its files, by its name in the model.
+
+    Raises UserError, when it is called, for one that transformers makes of several otherwise than by stacking experts.
+    """
+    from safetensors import safe_open
+
+    checkpoint: Any = model.checkpoint  # type: ignore[assignment]
+
+    def tensor(key: str) -> Tensor:
+        with safe_open(checkpoint.entries[key].file, "pt") as file:
+            found: Tensor = file.get_tensor(key)
+        return found
+
+    def read(name: str) -> Tensor:
+        if name in checkpoint.keys:
+            return tensor(checkpoint.keys[name])
+        parts = expert_sources(model, checkpoint, name)
+        if not parts:
+            raise UserError(f"{checkpoint.directory}: {name} can only be read with all other weights")
+        return torch.cat([torch.stack([tensor(key) for key in keys]) for keys in parts], dim=1)
+
+    return read
 
 
 def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict[str, Entry]) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..atomic import read_object
 from ..config import Adapter
 from ..errors import UserError, first_line
 from .calibration import kept
@@ -21,6 +21,7 @@ from .devices import Devices
 from .footprint import Sizes
 from .throughput import CORE, DEVICES, GB, PUBLISHED, Constants, Device
 
+_MOST_DEVICES = 1_000_000
 _NETWORK = 25.0
 """GB/s of a device to other nodes, where nobody says."""
 _UNKNOWN = "A100-80"
@@ -98,6 +99,8 @@ class Cluster:
                 "memory is written NAME@GB"
             )
         count = int(found["count"] or 1)
+        if not 1 <= count <= _MOST_DEVICES or (found["memory"] and not float(found["memory"]) > 0):
+            raise UserError(f"--gpus {text}: give 1 to {_MOST_DEVICES:,} devices, and a memory above 0 GB")
         node = node or min(count, 8)
         if count < 1 or node < 1 or count % node:
             raise UserError(f"--node {node}: {count} devices do not divide into nodes of {node}; give a divisor")
@@ -137,7 +140,8 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
     if path.is_dir() and (path / "config.json").is_file():
         if any(path.glob("*.safetensors")):
             return Sizes.read(path, adapter)
-        return _of_config(json.loads((path / "config.json").read_text(encoding="utf-8")), adapter, str(path))
+        config = read_object(path / "config.json", fix="name a model's folder or its config.json")
+        return _of_config(config, adapter, str(path))
     if key in KNOWN and maker in _MAKERS:  # anybody else's model of that name may have another shape
         return _of_config(dict(KNOWN[key]), adapter, name)
     if path.is_file():
@@ -158,12 +162,15 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
+    from ..models.backbone import check_sizes
+
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         raise UserError(f"{where}: config.json names no model_type that transformers knows ({kind!r})")
     try:
         made = transformers.CONFIG_MAPPING[kind].from_dict(config)
         inner = made.get_text_config()
+        check_sizes(made, Path(where) / "config.json")
         written = {**config, **(config.get("text_config") or {})}
         lacks = [
             name
@@ -182,6 +189,8 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
         raise UserError(
             f"{where}: its config.json does not describe a model ({error.__cause__ or error}){hint}"
         ) from None
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError, ImportError) as error:
         raise UserError(f"{where}: its config.json does not describe a model ({first_line(error)})") from None
     if lacks:

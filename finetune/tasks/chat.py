@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
@@ -29,9 +30,13 @@ class Chat(Objective):
     kind: Literal["chat"] = "chat"
     turns: Literal["all", "last"] = "all"
     """Which turns of the assistant are supervised."""
-    template: str | None = None
-    """How a conversation is written: a file of Jinja text, or `plain` (User: …, Assistant: …), which ships and needs no
-    special token but the end of sequence. Null: the tokenizer's own chat template."""
+    template: str = "auto"
+    """How a conversation is written. `auto`: by the tokenizer's own chat template; where it has none by `base`. A file
+    of Jinja text, or one that ships: `base` (<|user|>, <|assistant|> and tools in plain text), `plain` (User: …,
+    Assistant: …), `alpaca`, which need no token but the end of sequence; `chatml`, `hermes` (ChatML with tools),
+    `llama3`, `gemma`, `mistral`, for backbones that know their tokens."""
+    template_arguments: dict[str, Any] | None = None
+    """Variables that the template reads, as {enable_thinking: false}, in training and ever after."""
     system: str | None = None
     """System turn for the rows that have none."""
     date: str | None = None
@@ -43,6 +48,8 @@ class Chat(Objective):
     """How dev and test are judged besides perplexity: `generate` the last turn greedily and compare (exact match)."""
     max_new_tokens: int = 64
     """Longest generated answer, tokens (score: generate)."""
+    empty_thoughts: bool = False
+    """Supervise thoughts without a word (`<think></think>`), which some templates put before answers that have none."""
     metrics: tuple[str, ...] = ()
     """What answers are judged by besides (score: generate): `numeric_match` (the last number, or the one after `####`),
     `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
@@ -70,6 +77,7 @@ class Chat(Objective):
                 datetime.date.fromisoformat(self.date)
             except ValueError:
                 raise ValueError(f"date must be written YYYY-MM-DD, got {self.date!r}") from None
+        check_arguments(self.template_arguments or {})
         self._check_metrics()
 
     @property
@@ -86,7 +94,7 @@ class Chat(Objective):
         return ("messages",)
 
     def optional_columns(self) -> tuple[str, ...]:
-        return ("tools",)
+        return ("tools", "system")
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> ChatEncoder:
         """The conversation as a chat template writes it; what the assistant has to write is supervised
@@ -105,22 +113,23 @@ class Chat(Objective):
         return template_record(self)
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Make the task's own template the tokenizer's."""
-        from ..data.chat.template import template_text
+        """Make the task's own template, with its arguments, the tokenizer's."""
+        from ..data.chat.template import set_template
 
-        if self.template is not None:
-            tokenizer.chat_template = template_text(self.template)
+        set_template(tokenizer, self)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         """By the text that its chat template writes, blanks aside: tokens that an answer begins inside of are cut apart
         in training. One that writes today's date is not compared."""
         from ..data.chat.conversation import read_conversation
+        from ..data.chat.template import ChatTemplate
 
         if self.date is not None or saved.unk_token_id in example.input_ids:
             return True
         talk = read_conversation(row, system=self.system)
         read = str(saved.decode(example.input_ids, clean_up_tokenization_spaces=False))
-        written = str(saved.apply_chat_template(talk.messages, tools=talk.tools, tokenize=False))  # type: ignore[arg-type]
+        own = self.altered(template="auto", template_arguments=None)  # the saved tokenizer has both
+        written = ChatTemplate(saved, own).render(talk.messages, talk.tools)
         return "".join(written.split()).startswith("".join(read.split()))
 
     @property
@@ -168,3 +177,17 @@ class Chat(Objective):
                 "prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)",
             ],
         )
+
+
+_RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "documents", "chat_template")
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError for `template_arguments` that are none: what rendering sets itself, or what JSON cannot hold."""
+    for name, value in arguments.items():
+        if not name.isidentifier() or name in _RENDERED or name.endswith("_token"):
+            raise ValueError(f"template_arguments cannot set {name!r}; name a variable of the template's own")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"template_arguments: {name} is {value!r}, which JSON cannot hold ({error})") from None

@@ -99,8 +99,8 @@ class Completion(Templated):
         from ..data.labels import label_index
         from ..data.template import fit_completion
 
-        prompts = to.tokens([prompt for prompt, _ in filled])["input_ids"]
-        texts = [answer for _, answer in filled]
+        prompts = to.tokens(to.within((prompt for prompt, _ in filled), left=to.left))["input_ids"]
+        texts = to.within(answer for _, answer in filled)
         batch = to.tokens(texts)
         prefix = list(to.specials.prefix)
         made: list[Made] = []
@@ -118,7 +118,7 @@ class Completion(Templated):
                 answer=len(kept) < len(ids) + len(to.end),
                 prompt=bool(prompt) and len(context) == len(prefix),
             )
-            if not ids or len(context) + len(kept) < 2:
+            if not texts[i].strip() or not ids or len(context) + len(kept) < 2:
                 made.append(("the completion is empty", cut))
                 continue
             if not context and self.score != "perplexity":
@@ -134,7 +134,7 @@ class Completion(Templated):
                 to.bytes(texts[i], batch, i, 0 if context else 1, min(len(ids), len(kept))),
                 choices=mine,
                 gold=label_index(row, choices.names) if choices.names is not None else None,
-                answer=texts[i] if self.score == "generate" else None,
+                answer=filled[i][1] if self.score == "generate" else None,
             )
             made.append((example, cut))
         return made

@@ -69,8 +69,10 @@ class Preference(Templated):
     chat: bool = False
     """Rows are conversations (lists of turns, or texts that are a turn each), written by a chat template instead of
     `prompt` and `answer`."""
-    template: str | None = None
-    """chat: as of task.kind: chat, a file of Jinja text or `plain`. Null: the tokenizer's own chat template."""
+    template: str = "auto"
+    """chat: as of task.kind: chat; `auto`: the tokenizer's own chat template, else `base`."""
+    template_arguments: dict[str, Any] | None = None
+    """chat: as of task.kind: chat."""
     system: str | None = None
     """chat: system turn for the rows that have none."""
     date: str | None = None
@@ -102,8 +104,10 @@ class Preference(Templated):
                 raise ValueError(f"{name} is of loss: {' or '.join(losses)}, and loss is {self.loss}{hint}")
         check_bounds(self, beta=(1e-6, 1e6), gamma=(0, None), odds_weight=(0, None), max_truncated=(0, 1))
         check_bounds(self, label_smoothing=(0, 0.499), desirable_weight=(0, None), undesirable_weight=(0, None))
-        own = {name: getattr(self, name) for name in ("template", "system", "date")}
-        if not self.chat and (named := [name for name, value in own.items() if value is not None]):
+        if "{answer}" not in self.answer:
+            raise ValueError(f"answer needs the place {{answer}}: by {self.answer!r} both answers would be the same")
+        own = {name: getattr(self, name) for name in ("template", "template_arguments", "system", "date")}
+        if not self.chat and (named := [name for name, value in own.items() if value not in (None, "auto")]):
             raise ValueError(f"{named[0]} is of conversations; set chat: true, or leave it out")
         if self.chat and (self.prompt, self.answer) != ("{prompt}", "{answer}"):
             raise ValueError(
@@ -111,7 +115,7 @@ class Preference(Templated):
                 "to '{prompt}' and '{answer}'"
             )
         if self.chat:
-            _ = self.as_chat  # refuses a date that is none
+            _ = self.as_chat  # refuses a date or arguments that are none
 
     # ---------------------------------------------------------------------------------------------------- what it is
 
@@ -121,6 +125,7 @@ class Preference(Templated):
         return Chat(
             turns="last",
             template=self.template,
+            template_arguments=self.template_arguments,
             system=self.system,
             date=self.date,
             max_truncated=1.0,
@@ -198,7 +203,8 @@ class Preference(Templated):
         return self.columns()
 
     def optional_columns(self) -> tuple[str, ...]:
-        return ("chosen", "rejected", "completion", "label") if self.mismatches else ()
+        single = ("chosen", "rejected", "completion", "label") if self.mismatches else ()
+        return (*single, "tools", "system") if self.chat else single
 
     def read_label(self, value: Any) -> Any:
         """kto: whether an answer is desirable, from true, false, 1, 0 or such a text."""

@@ -97,8 +97,9 @@ class Seq2Seq(Templated):
 
         if to.decoder_start is None:
             raise ValueError("encode(task=Seq2Seq) needs decoder_start, the token that the decoder begins with")
-        prompts = to.tokens([(self.prefix or "") + prompt for prompt, _ in filled])["input_ids"]
-        texts = [target for _, target in filled]
+        asked = to.within(((self.prefix or "") + prompt for prompt, _ in filled), left=to.left)
+        prompts = to.tokens(asked)["input_ids"]
+        texts = to.within(target for _, target in filled)
         batch = to.tokens(texts)
         made: list[Made] = []
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
@@ -106,8 +107,9 @@ class Seq2Seq(Templated):
             labels, cut_target = to.closed(ids, to.end)
             needs = max(cut_prompt.needs, cut_target.needs)
             cut = Cut(needs, bool(cut_prompt or cut_target), answer=bool(cut_target))
-            if not ids or not source:
-                made.append((f"the {'prompt' if ids else 'target'} is empty", cut))
+            empty = not ids or not texts[i].strip()
+            if empty or not source:
+                made.append((f"the {'target' if empty else 'prompt'} is empty", cut))
                 continue
             room = to.max_length - len(to.specials.prefix) - len(to.end)
             example = Example(
@@ -116,7 +118,7 @@ class Seq2Seq(Templated):
                 row.id,
                 row.where,
                 to.bytes(texts[i], batch, i, 0, min(len(ids), room)),
-                answer=texts[i] if self.score == "generate" else None,
+                answer=filled[i][1] if self.score == "generate" else None,
                 decoder_ids=[to.decoder_start, *labels[:-1]],
             )
             made.append((example, cut))

@@ -88,7 +88,7 @@ class Callbacks:
         self.state = TrainerState(
             max_steps=train.steps,
             logging_steps=1,
-            eval_steps=train.eval_every,
+            eval_steps=train.evaluation_interval,
             save_steps=train.save_every,
             train_batch_size=train.batch_size,
             is_local_process_zero=is_main,
@@ -104,7 +104,7 @@ class Callbacks:
             max_grad_norm=optimizer.clip,
             seed=train.seed,
             eval_strategy="steps" if judged else "no",
-            eval_steps=train.eval_every,
+            eval_steps=train.evaluation_interval,
             save_strategy="steps" if train.save_every else "no",
             save_steps=train.save_every,
             metric_for_best_model=f"eval_{metric}",

@@ -42,6 +42,8 @@ class Progress:
     best_accuracy: float | None = None
     best_figure: float | None = None
     misses: int = 0
+    unjudged: bool = False
+    """Whether the dev evaluation after `step` is still to be made."""
     stopped_early: bool = False
     skipped: int = 0
     """Updates left out because their loss or gradient was not a finite number."""
@@ -291,7 +293,7 @@ def _remove(folder: Path) -> None:
 def _meta(folder: Path) -> dict[str, Any] | None:
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return meta if isinstance(meta, dict) else None
 

@@ -41,10 +41,11 @@ from .data_order import batch_index
 from .deferred_metrics import Line, Unread, read
 from .dev_loss import dev_figures
 from .loss_scale import LossScale
-from .optimizer import AdapterOptimizer, GaussNewton, learning_rate
+from .optimizer import AdapterOptimizer, GaussNewton
 from .out_of_memory import Shortage, noted
 from .peak_memory import UpdateMeter
 from .prefetch import fed
+from .schedule import Schedule
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
 from .spikes import Guard, Undone, Verdict
 from .stage import ForwardBackward, check_best, check_length, ended, judged_apart
@@ -132,6 +133,7 @@ class _Loop:
             tokenizer, train, batch_size=stage.evaluate.batch_size, device=engine.device, share=engine.evaluation
         )
         self.metric = judged_apart(stage.train, stage.task)
+        self.schedule = Schedule.of(train, stage.optimizer, stage.folder)
         self.optimizer = AdapterOptimizer(self.parameters, stage.optimizer)
         self.solver = (
             GaussNewton(self.optimizer.parameters, decay=stage.optimizer.weight_decay)
@@ -149,8 +151,7 @@ class _Loop:
         self.on_step, self.stop = stage.on_step or (lambda line: None), stage.stop or (lambda: False)
         with self._precision():
             if batches.packed:
-                # bf16 rounds differently where shapes differ; a leak moves logits by far more than that
-                refuse_leaks(engine.judged, tolerance=1e-3 if train.precision == "fp32" else 0.1)
+                refuse_leaks(engine.judged, agree=engine.world.any)
             head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
         engine.settle()
         self.recorder = Recorder(stage, engine, self.optimizer, self.inference, head=head)
@@ -199,6 +200,9 @@ class _Loop:
                 self.save()  # so that there is something to go back to
         self._now()
         self.callbacks.fire("train_begin")
+        if state.unjudged:  # a signal came while it was
+            self.judge(started)
+            self.recorder.at(state, self.keeper.attempt)
         while state.step < train.steps and not state.stopped_early:
             self.callbacks.step_begin()
             began = time.monotonic()
@@ -220,7 +224,7 @@ class _Loop:
             asked = self.tell() if self.unread.at_once else self._told()
             self.callbacks.fire("step_end")
             wanted = self._asked("evaluate")
-            if self.stage.dev and (last or wanted or _every(train.eval_every, state.step)):
+            if self.stage.dev and (last or wanted or _every(train.evaluation_interval, state.step)):
                 asked |= self.tell()
                 self.judge(started)
             state.stopped_early |= self._asked("training_stop") and not last
@@ -279,7 +283,7 @@ class _Loop:
         self.engine.beat = partial(watchdog.progress, step, self.stage.name)
         self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.stage.batches.supervised(place)
-        rate = learning_rate(step, steps=self.train.steps, optimizer=self.stage.optimizer)
+        rate = self.schedule(step)
         sides: Sequence[Sides | None] = ()
         if task.has_reference:
             micros = self.stage.batches.at(place)
@@ -374,16 +378,23 @@ class _Loop:
     def judge(self, started: float) -> None:
         """Dev loss of the live adapter; keep it if it is the best so far, count a miss otherwise."""
         state = self.keeper.progress
-        with watchdog.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
-            figures = dev_figures(
-                self.engine,
-                self.stage.dev,
-                self.inference,
-                task=self.stage.task,
-                head=self.head,
-            )
-            if self.metric is not None:
-                figures[self.metric] = self._whole_judgement()[self.metric]["value"]
+        state.unjudged = True
+        try:
+            with watchdog.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
+                figures = dev_figures(
+                    self.engine,
+                    self.stage.dev,
+                    replace(self.inference, beat=self._heard),
+                    task=self.stage.task,
+                    head=self.head,
+                )
+                if self.metric is not None:
+                    figures[self.metric] = self._whole_judgement()[self.metric]["value"]
+        except Interrupted as error:
+            self.engine.settle()
+            self.save()
+            raise Interrupted(f"{self.stage.name} {error}; its state is saved") from error
+        state.unjudged = False
         line = {"attempt": self.keeper.attempt, "step": state.step, "split": "dev", **figures, "tokens": state.tokens}
         self.log(**line, time_s=round(time.monotonic() - started, 4))
         if math.isfinite(figures["loss"]) and self._better(figures):
@@ -395,6 +406,12 @@ class _Loop:
         state.misses += 1
         state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
 
+    def _heard(self, rows: int) -> None:
+        """A batch of the dev evaluation, or a token, is done: a signal to stop ends it on all ranks."""
+        self.engine.beat()
+        if self.engine.world.any(self.stop()):
+            raise Interrupted(f"stopped in the dev evaluation after step {self.keeper.progress.step}")
+
     def _whole_judgement(self) -> dict[str, Any]:
         """Every figure of the live adapter on dev; the same on every rank."""
         return dict(
@@ -404,7 +421,7 @@ class _Loop:
                 self.stage.dev,
                 task=self.stage.task.judged(),
                 config=replace(self.stage.evaluate, bootstrap=1),
-                inference=self.inference,
+                inference=replace(self.inference, beat=self._heard),
                 label_names=self.stage.label_names,
             )
         )
@@ -452,6 +469,7 @@ class _Loop:
                 self.run.sync_metrics(self.stage.name)
                 told = {"target_steps": self.train.steps, **asdict(result), "attempts": self.keeper.attempt}
                 told["seconds"] = round(state.seconds, 3)
+                told["lr"] = self.schedule(state.step - 1)
                 if self.used is not None and self.stage.planned is not None:
                     told["plan"] = self.used.beside(self.stage.planned)
                 write_json(folder / DONE, {**told, "rates": rates, FILES: adapter_sums(folder)})

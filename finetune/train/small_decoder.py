@@ -22,7 +22,8 @@ from ..evaluate.generation import padded
 from ..evaluate.perplexity import document_nats
 from ..seeds import numpy_generator, torch_generator
 from ..tasks import LanguageModel
-from .optimizer import AdapterOptimizer, learning_rate
+from .optimizer import AdapterOptimizer
+from .schedule import learning_rate
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -10,7 +10,8 @@ from typing import Any
 from tyro.conf import Positional
 
 from experiments.recipe import from_override
-from finetune.errors import UserError
+from finetune.data.formats import has_half_pair
+from finetune.errors import UserError, printable, sentence
 from flatshift.command_line import parse
 
 _HELP = "/use NAME  another run    /new  forget the conversation    /runs  their names    /quit  or Ctrl-D"
@@ -25,6 +26,8 @@ class Flags:
 
     runs: Positional[tuple[Path, ...]]
     """Run directories."""
+    system: str | None = None
+    """System turn of every conversation; by default the runs' own `task.system`."""
     max_new_tokens: int | None = None
     """Longest answer, tokens; by default the task's own, else 64."""
     temperature: float | None = None
@@ -41,34 +44,48 @@ def run(argv: list[str]) -> int:
     """`flatshift chat`."""
     flags: Flags = parse(Flags, "chat", argv)
     from experiments.workflows.chat import WritingRuns
+    from finetune.evaluate.generation import Decoding
 
-    overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
-    runs = WritingRuns(flags.runs, overrides=overrides)
-    name, turns, count = runs.names[0], list[dict[str, str]](), 0
     given = {key: getattr(flags, key) for key in ("max_new_tokens", "temperature", "top_p")}
     decoding: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    print(f"{', '.join(runs.names)}; {_HELP}", file=sys.stderr)
+    try:
+        Decoding(**decoding)
+    except ValueError as error:
+        raise UserError(f"chat: {error}") from None
+    overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
+    runs = WritingRuns(flags.runs, overrides=overrides)
+    if flags.system is not None:
+        runs.check_system()
+    first = [] if flags.system is None else [{"role": "system", "content": flags.system}]
+    name, turns, count, number = runs.names[0], list[dict[str, str]](first), 0, 0
+    print(printable(f"{', '.join(runs.names)}; {_HELP}"), file=sys.stderr)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that a line of other bytes can be named
     while (line := _line(name)) is not None:
+        number += 1
         word, _, rest = line.partition(" ")
+        if has_half_pair(line):
+            _refuse(f"standard input:{number}: not valid UTF-8; write it in that encoding")
+            continue
         if not line:
             continue
         if word == "/quit":
             break
         if word == "/new":
-            turns = []
+            turns = list(first)
         elif word == "/runs":
             print("\n".join(runs.names))
         elif word == "/use" and rest.strip() in runs.names:
-            name, turns = rest.strip(), []
+            name, turns = rest.strip(), list(first)
         elif word.startswith("/"):
-            print(f"{line}: not a command here, or no run of that name; {_HELP}", file=sys.stderr)
+            print(printable(f"{line}: not a command here, or no run of that name; {_HELP}"), file=sys.stderr)
         else:
             count += 1
             asked = [*turns, {"role": "user", "content": line}]
             try:
-                reply = runs.reply(name, asked, decoding={**decoding, "seed": flags.seed + count}, told=_show)
+                reply = runs.reply(name, asked, decoding={**decoding, "seed": (flags.seed + count) % 2**63}, told=_show)
             except UserError as error:  # of this turn: the next may fit
-                print(f"flatshift: error: {error}", file=sys.stderr)
+                print(f"flatshift: error: {sentence(str(error))}", file=sys.stderr)
                 continue
             print(flush=True)
             turns = [*asked, {"role": "assistant", "content": reply.text}]
@@ -78,9 +95,16 @@ def run(argv: list[str]) -> int:
 def _line(name: str) -> str | None:
     """What the user writes; None at the end."""
     if sys.stdin.isatty():
-        print(f"{name}> ", end="", file=sys.stderr, flush=True)
+        print(f"{printable(name)}> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     return line.strip() if line else None
+
+
+def _refuse(message: str) -> None:
+    """Say what is wrong with a line: whoever sits at a terminal writes the next one, a file is at its end."""
+    if not sys.stdin.isatty():
+        raise UserError(message)
+    print(f"flatshift: error: {message}", file=sys.stderr)
 
 
 def _show(piece: str) -> None:

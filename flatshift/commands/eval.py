@@ -181,6 +181,8 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
 
     few_shot = None
     if flags.prompt is not None:
+        if given := [name for name in ("window", "overlap") if getattr(flags, name) is not None]:
+            raise UserError(f"--{given[0]} cuts whole documents, and --prompt ranks candidates; leave one of them out")
         from experiments.workflows.few_shot import FewShot, read_prompt
 
         few_shot = FewShot(

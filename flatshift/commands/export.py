@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Positional
 
@@ -45,10 +45,34 @@ def run(argv: list[str]) -> int:
         return _deploy(flags, out)
     from experiments.workflows.export import export as export_run
 
-    print(export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add))
+    result = export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add)
+    print(out)
+    for line in compared_lines(result):
+        print(line)
     pushed = ["flatshift", "push", str(out), f"ORGANISATION/{flags.run.resolve().name}"]
     outcome.say("", [pushed, ["flatshift", "merge", str(flags.run)]])
     return 0
+
+
+def compared_lines(result: dict[str, Any] | None) -> list[str]:
+    """What plain transformers made of a folder, for a person (`experiments.workflows.folder_check.compare`)."""
+    if result is None:
+        return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
+    drawn = " of drawn tokens, as those of the run cannot be read" if result["drawn"] else ""
+    lines = [
+        "in plain transformers logits differ from backbone + adapter by at most "
+        f"{result['max_logit_difference']:.2g} (largest logit {result['largest_logit']:.3g}, {result['rows']} "
+        f"rows{drawn})"
+    ]
+    asked = result["answers"] + result["answers_by_rounding"]
+    if asked:
+        rounded = f", {result['answers_by_rounding']} but for rounding" if result["answers_by_rounding"] else ""
+        stops = ", ".join(map(str, result["stops"]))
+        lines.append(
+            f"it answers {asked} prompts as the run does{rounded}"
+            + (f", and stops at token {stops}" if stops else "; training supervised no token as the end of an answer")
+        )
+    return lines
 
 
 def _deploy(flags: Flags, out: Path) -> int:
@@ -59,20 +83,21 @@ def _deploy(flags: Flags, out: Path) -> int:
     assert flags.to != "hub"
     told = deploy(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
     print(out)
+    if told["compared"] is not None:
+        print(*compared_lines(told["compared"]), sep="\n")
     if flags.to == "vllm":
         print(f"in that folder `python check_vllm.py` compares vLLM with the run, and `vllm serve {out}` serves it")
         return 0
     if told["tokens"]:
         print(
             f"llama.cpp reads {told['tokens']} prompts of the run as training did; log probabilities of the likeliest "
-            f"next tokens differ by at most {told['max_logit_difference']:.2g}"
+            f"next tokens differ by at most {told['max_log_probability_difference']:.2g}"
         )
-    elif told["max_logit_difference"] is not None:
-        print(
-            "the file's vocabulary is the run's, and read by transformers its log probabilities of the likeliest next "
-            f"tokens differ by at most {told['max_logit_difference']:.2g}; `pip install llama-cpp-python` to ask "
-            "llama.cpp itself"
-        )
+    elif told["compared"] is not None:
+        print("the file's vocabulary is the run's; `pip install llama-cpp-python` to ask llama.cpp itself")
     else:
-        print("vocabulary and special tokens are compared; `pip install llama-cpp-python` for the answers too")
+        print(
+            "vocabulary and special tokens are compared; transformers does not read this architecture from GGUF, so "
+            "`pip install llama-cpp-python` for the answers"
+        )
     return 0

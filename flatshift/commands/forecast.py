@@ -11,7 +11,7 @@ from tyro.conf import Positional
 from experiments.recipe import load_recipe
 from finetune.errors import UserError
 from flatshift.api import draw
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import data_override, parse, split_overrides
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class Flags:
 
     recipe: Positional[str]
     """Recipe file or shipped recipe, for classify or regress."""
+    data: tuple[str, ...] = ()
+    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
+    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
     out: Path | None = None
     """Directory to make (required): cells.parquet, forecast.json and a page."""
     ranks: tuple[int, ...] = ()
@@ -38,6 +41,7 @@ def run(argv: list[str]) -> int:
     """`flatshift forecast`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "forecast", rest)
+    overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
     from experiments.results.forecast import sentences

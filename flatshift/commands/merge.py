@@ -11,6 +11,7 @@ from tyro.conf import Positional
 
 from flatshift import outcome
 from flatshift.command_line import parse
+from flatshift.commands.export import compared_lines
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,6 @@ class Flags:
     """Run directory."""
     out: Path | None = None
     """Folder to make; by default RUN_DIR/merged."""
-    check: Literal["auto", "logits", "rows"] = "auto"
-    """What is compared with backbone + adapter afterwards: some rows of every changed weight, or also the logits,
-    which takes the whole model into memory. auto: logits up to 2 GiB in float32."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the written weights. auto: the backbone's own."""
     json: bool = False
@@ -36,7 +34,7 @@ def run(argv: list[str]) -> int:
     out = flags.out or flags.run / "merged"
     from experiments.workflows.merge import merge as merge_run
 
-    result = merge_run(flags.run, out, check=flags.check, dtype=flags.dtype)
+    result = merge_run(flags.run, out, dtype=flags.dtype)
     if flags.json:
         print(json.dumps({"out": str(out), **result}, indent=2))
         return 0
@@ -46,14 +44,8 @@ def run(argv: list[str]) -> int:
             f"rounding to {dtype} moved merged weights by at most {found['largest']:.2g} "
             f"({found['relative']:.2g} of the largest in their row)"
         )
-    if result["max_logit_difference"] is None:
-        print("logits were not compared; `--check logits` loads the model for that")
-    else:
-        print(
-            f"logits differ from backbone + adapter by at most {result['max_logit_difference']:.2g} "
-            f"(largest logit {result['largest_logit']:.3g}, {result['rows']} rows"
-            f"{' of drawn tokens, as those of the run cannot be read' if result['drawn'] else ''})"
-        )
+    for line in compared_lines(result):
+        print(line)
     if result["other_labels"]:
         print(f"{result['other_labels']} of these rows get another label by rounding; --dtype float32 keeps them all")
     if result["tokenized_rows"]:

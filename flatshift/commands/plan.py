@@ -11,7 +11,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from finetune.errors import UserError
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import data_override, parse, split_overrides
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Flags:
 
     recipe: Positional[str] = "language-model"
     """Recipe file or shipped recipe, whose backbone, adapter, rows and precision are planned."""
+    data: tuple[str, ...] = ()
+    """Files of training rows, which are counted for train.epochs; short for --data.train.files."""
     model: str | None = None
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
     gpus: str = "1xH100-80"
@@ -39,8 +41,8 @@ class Flags:
     price: float | None = None
     """Of a device for an hour: prints what the recipe's steps cost."""
     tokens: float | None = None
-    """Tokens to be trained on, for hours and cost; by default those of the recipe's train.steps; of train.epochs the
-    rows of its own files are counted."""
+    """Tokens to be trained on, for hours and cost; by default those of the recipe's train.steps, or of train.epochs of
+    the rows that --data names, counted by the recipe's own backbone."""
     out: Path | None = None
     """File for what --json prints, or NAME.html for a page of figures."""
     json: bool = False
@@ -53,6 +55,7 @@ def run(argv: list[str]) -> int:
     """`flatshift plan`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "plan", rest)
+    overrides = data_override(flags.data, overrides)
     for name in ("price", "tokens", "nvlink", "ib"):
         value = getattr(flags, name)
         if value is not None and not 0 < value < float("inf"):

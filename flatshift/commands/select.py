@@ -32,9 +32,9 @@ class Flags:
     pool: tuple[str, ...] = ()
     """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool`."""
     target: tuple[str, ...] = ()
-    """Files with samples of the task; with --data.holdout 0.2 less what a training on them sets apart for judging."""
+    """Files with samples of the task, less what a training on them sets apart for judging (--data.holdout, 0.1)."""
     budget: int | None = None
-    """Records to choose; cynical, the default, counts readings (--select.method.repeats 1: no record twice)."""
+    """Records to choose, no text twice; --select.method.repeats 8 lets cynical, the default, count readings."""
     out: Path | None = None
     """Directory to make (required): not there, empty, or with what this same command left when it was killed."""
     method: str | None = None

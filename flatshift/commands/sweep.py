@@ -11,7 +11,7 @@ from experiments.recipe.studies import SweepOptions
 from finetune.errors import UserError
 from flatshift import outcome
 from flatshift.api import draw
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import data_override, parse, split_overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,9 @@ class Flags(SweepOptions):
 
     recipe: Positional[str]
     """Recipe file or shipped recipe."""
+    data: tuple[str, ...] = ()
+    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
+    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
     out: Path | None = None
     """Sweep directory (required); an existing one is continued, with the same grid or another."""
 
@@ -28,6 +31,7 @@ def run(argv: list[str]) -> int:
     """`flatshift sweep`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "sweep", rest)
+    overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")
     from experiments.studies.sweep import sweep

@@ -18,7 +18,7 @@ from finetune.launch import consistency, failure, spawn
 from finetune.run_directory import RECIPE, refuse_old
 from flatshift import outcome
 from flatshift.api import draw
-from flatshift.command_line import parse, spawn_ranks, split_overrides
+from flatshift.command_line import data_override, parse, spawn_ranks, split_overrides
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,15 @@ class Flags:
 
     recipe: Positional[str | None] = None
     """Recipe file or shipped recipe (`flatshift recipes list`)."""
+    data: tuple[str, ...] = ()
+    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
+    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
     out: Path | None = None
     """Run directory to make; by default runs/DATE-TIME-NAME."""
     resume: Path | None = None
     """Continue this run directory exactly where it stopped."""
     verbose: bool = False
-    """Print the plan by cause and three samples of the first batch; log.txt has them in any case."""
+    """Print the plan by cause, three samples of the first batch, and measured rates; log.txt has them in any case."""
     json: bool = False
     """Print eval.json when done."""
 
@@ -45,6 +48,7 @@ def run(argv: list[str]) -> int:
     except SystemExit:  # --help was asked for
         print(keys_by_room())
         raise
+    overrides = data_override(flags.data, overrides)
     if (flags.recipe is None) == (flags.resume is None):
         raise UserError("train needs either a RECIPE (`flatshift recipes list`) or --resume RUN_DIR")
     if (old := flags.resume) is not None:

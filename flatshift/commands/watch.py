@@ -91,8 +91,6 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "watch", argv)
     if not (flags.sweep / "sweep.json").is_file():
         raise UserError(f"{flags.sweep} is no sweep directory (no sweep.json); start `flatshift sweep … --out` first")
-    if not flags.every >= 1:
-        raise UserError(f"--every must be at least 1 second, got {flags.every:g}")
     page = _Page(flags.sweep, flags.every)
     server = serve(page, flags.port)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

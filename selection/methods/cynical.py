@@ -50,9 +50,9 @@ class Cynical:
     token than a short one. 0: the plain gain per token."""
     minimum: int = 8
     """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
-    repeats: int = 8
-    """How often a text may be taken, where that lowers the cross-entropy more than any text not yet taken; the budget
-    counts each time. 1: no text twice."""
+    repeats: int = 1
+    """How often a text may be taken. Above 1 it is taken again where that lowers the cross-entropy more than any text
+    not yet taken, and the budget counts each time."""
 
     def __post_init__(self) -> None:
         check(self, "mixture", above=0, most=0.99)
@@ -88,7 +88,7 @@ class CynicalSelector(Selector):
         mixture: float = 0.67,
         prior: float = 15.0,
         minimum: int = 8,
-        repeats: int = 8,
+        repeats: int = 1,
         budget: int | None = None,
     ):
         self.mixture = mixture

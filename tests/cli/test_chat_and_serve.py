@@ -87,7 +87,8 @@ def test_the_endpoint_answers_as_generate_does(runs: list[Path], address: tuple[
         assert found["usage"]["total_tokens"] == sum(
             found["usage"][key] for key in ("prompt_tokens", "completion_tokens")
         )
-    status, text = ask(address, "POST", "/v1/completions", {"prompt": "The card", "max_tokens": 3})
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "logprobs": False}
+    status, text = ask(address, "POST", "/v1/completions", {"prompt": "The card", "max_tokens": 3, **neutral})
     raw = generate_from_run(runs[0], prompts=["The card"], raw=True, decoding={"max_new_tokens": 3}, quiet=True)
     assert status == 200 and json.loads(text)["choices"][0]["text"] == raw[0]["text"]
 
@@ -110,6 +111,7 @@ def test_pieces_of_a_stream_are_the_answer(runs: list[Path], address: tuple[str,
         ("/v1/chat/completions", {"messages": "x"}, "list of messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": []}, "'tools'"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "temperature": -1}, "temperature"),
+        ("/v1/completions", {"prompt": "x", "presence_penalty": 0.5}, "'presence_penalty'"),
         ("/v1/chat/completions", b"{", "not valid JSON"),
         ("/v1/chat/completions", b"[" * 100_000, "not valid JSON"),
         ("/v1/completions", {"prompt": "x " * 5000}, "positions"),

@@ -55,7 +55,19 @@ def executor(pool: Path, logs: Path, *steps) -> LocalPipelineExecutor:
 
 def select(pool: Path, out: Path, *more: str) -> int:
     target = str(pool.parent / "target.jsonl")
-    words = ["select", "--pool", str(pool / "*.jsonl"), "--target", target, "--budget", "5", "--method", "knn"]
+    words = [
+        "select",
+        "--pool",
+        str(pool / "*.jsonl"),
+        "--data.holdout",
+        "0",
+        "--target",
+        target,
+        "--budget",
+        "5",
+        "--method",
+        "knn",
+    ]
     return run([*words, "--out", str(out), *more])
 
 

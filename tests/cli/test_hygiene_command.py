@@ -63,7 +63,17 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def select(files: dict[str, str], out: Path, *more: str, method: str = "knn", budget: int = 5) -> int:
-    words = ["select", "--pool", files["pool"], "--target", files["target"], "--budget", str(budget)]
+    words = [
+        "select",
+        "--pool",
+        files["pool"],
+        "--data.holdout",
+        "0",
+        "--target",
+        files["target"],
+        "--budget",
+        str(budget),
+    ]
     return run([*words, "--out", str(out), "--method", method, *more])
 
 

@@ -22,6 +22,40 @@ SMALL = [
 FIGURES = {"loss", "preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "reference_distance"}
 
 
+def test_conversations_of_a_base_model_are_written_as_a_chat_run_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, call = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    rows, out = tmp_path / "pairs.jsonl", tmp_path / "run"
+    pair = {"system": "Be brief.", "prompt": [asked], "chosen": [call], "rejected": [{**call, "content": "No."}]}
+    rows.write_text((json.dumps(pair) + "\n") * 4)
+    own = [
+        "--data.train.files",
+        str(rows),
+        "--data.dev.files",
+        "[]",
+        "--data.test.files",
+        "[]",
+        "--train.eval_every",
+        "0",
+    ]
+    chat = ["--task.chat", "true", "--task.answer", "{answer}", "--data.train.limit", "4", "--data.dev.limit", "null"]
+    words = ["train", "preference", *SMALL, *own, *chat, "--data.test.limit", "null"]
+    assert run([*words, "--out", str(out)]) == 0
+    assert "chat template: base, as the tokenizer has none" in (out / "log.txt").read_text()
+    assert "template: base  # auto: the tokenizer has none" in (out / "recipe.resolved.yaml").read_text()
+    assert "<|system|>\n" in (log := (out / "log.txt").read_text()) and "Be brief." in log
+    capsys.readouterr()
+    assert run(["generate", str(out), "--prompt", "Hi", "--max-new-tokens", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["prompt"] == "<bos><|user|>\nHi\n<|assistant|>\n"
+    for given, says in (
+        (["--task.template_arguments", "{tone: 1}"], "task.template_arguments: task.template reads no 'tone'"),
+        (["--task.chat", "false", "--task.template", "plain"], "template is of conversations; set chat: true"),
+    ):
+        assert run([*words, *given, "--out", str(tmp_path / "other")]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run(["train", "preference", "--out", str(out), *SMALL, "--train.best", "preference_accuracy"]) == 0
@@ -53,7 +87,8 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
         assert row["reward_margin"] == pytest.approx(row["chosen_reward"] - row["rejected_reward"], abs=1e-9)
         assert row["preferred"] == ("chosen" if row["reward_margin"] > 0 else "rejected")
     (same,) = Run(out).predict([{"question": "It rains.", "chosen": " Wet.", "rejected": " 0"}])
-    assert same["reward_margin"] == pytest.approx(found[0]["reward_margin"], abs=1e-6)
+    # Alone and in a batch: a margin is beta = .1 times four float32 log-probabilities of some 20 nats, each to 1e-5.
+    assert same["reward_margin"] == pytest.approx(found[0]["reward_margin"], abs=0.1 * 4 * 20 * 1e-6)
     with pytest.raises(UserError, match="row 1: no column 'chosen'"):
         Run(out).predict([{"prompt": "It rains.", "rejected": " 0"}])
 

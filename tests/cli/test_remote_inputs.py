@@ -92,7 +92,7 @@ def test_a_run_is_that_of_the_same_file_on_disk_and_goes_on(lake, here: Path, ca
 def test_a_selection_from_a_pattern_is_that_of_the_same_shards_on_disk(lake, here: Path) -> None:
     place = lake(FILES)
     for start, out in ((here, "local"), (place, "remote")):
-        files = ["--pool", f"{start}/pool/*.jsonl.gz", "--target", f"{start}/target.jsonl.gz"]
+        files = ["--pool", f"{start}/pool/*.jsonl.gz", "--data.holdout", "0", "--target", f"{start}/target.jsonl.gz"]
         assert run(["select", *files, "--budget", "10", "--out", str(here / out)]) == 0
     for name in ("selected.jsonl", "scores.parquet"):
         assert (here / "local" / name).read_bytes() == (here / "remote" / name).read_bytes()
@@ -108,7 +108,17 @@ def test_what_a_store_refuses_ends_a_command_with_one_sentence(lake, here: Path,
         f"{place}/pool/*.csv": "no object matches this pattern",
     }
     for pool, told in asked.items():
-        words = ["select", "--pool", pool, "--target", f"{place}/target.jsonl.gz", "--budget", "3"]
+        words = [
+            "select",
+            "--pool",
+            pool,
+            "--data.holdout",
+            "0",
+            "--target",
+            f"{place}/target.jsonl.gz",
+            "--budget",
+            "3",
+        ]
         assert run([*words, "--out", str(here / "out")]) == 2
         said = capsys.readouterr().err
         assert said.startswith("flatshift: error: ") and told in said and said.count("\n") == 1
@@ -117,7 +127,7 @@ def test_what_a_store_refuses_ends_a_command_with_one_sentence(lake, here: Path,
 
 def test_a_selection_is_pushed_compared_and_not_sent_twice(lake, here: Path, capsys, monkeypatch) -> None:
     place = lake({"other/there.txt": b"x"})
-    files = ["--pool", f"{here}/pool/*.jsonl.gz", "--target", f"{here}/target.jsonl.gz"]
+    files = ["--pool", f"{here}/pool/*.jsonl.gz", "--data.holdout", "0", "--target", f"{here}/target.jsonl.gz"]
     assert run(["select", *files, "--budget", "10", "--out", str(here / "chosen")]) == 0
     (here / "chosen" / "plots" / "large.bin").write_bytes(bytes(range(256)) * (11 << 12))  # 11 MiB: in parts
     monkeypatch.setattr(upload, "_PART", 5 << 20)
@@ -179,7 +189,16 @@ def test_features_that_were_pushed_are_selected_by(lake, here: Path) -> None:
     lake({"target.npy": (here / "target.npy").read_bytes()})
     cache = ["--select.cache", str(here / "cache")]
     for start, out, more in ((here, "local", []), (place, "remote", cache)):
-        files = ["--pool", f"{here}/pool/*.jsonl.gz", "--target", f"{here}/target.jsonl.gz", "--budget", "10"]
+        files = [
+            "--pool",
+            f"{here}/pool/*.jsonl.gz",
+            "--data.holdout",
+            "0",
+            "--target",
+            f"{here}/target.jsonl.gz",
+            "--budget",
+            "10",
+        ]
         given = ["--pool-features", f"{start}/features", "--target-features", f"{start}/target.npy"]
         assert run(["select", *files, *given, "--out", str(here / out), *more]) == 0
     for name in ("selected.jsonl", "scores.parquet"):

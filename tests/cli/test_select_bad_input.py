@@ -23,7 +23,17 @@ def lines(rows: list[dict]) -> bytes:
 
 def select(folder: Path, *more: str, budget: int = 5, out: str = "out") -> int:
     pool = next(folder.glob("pool.*"))
-    words = ["select", "--pool", str(pool), "--target", str(folder / "target.jsonl"), "--budget", str(budget)]
+    words = [
+        "select",
+        "--pool",
+        str(pool),
+        "--data.holdout",
+        "0",
+        "--target",
+        str(folder / "target.jsonl"),
+        "--budget",
+        str(budget),
+    ]
     vectors = not any(word in ("--pool-features", "--embedder", "dsir", "length", "random") for word in more)
     words += ["--select.embedder.dim", "4"] if vectors else []
     return run([*words, "--out", str(folder / out), *more])
@@ -423,7 +433,7 @@ def test_ids_given_twice_name_both_places(given: Path, capsys) -> None:
 
 def test_a_file_named_twice_and_a_pattern_without_a_match(given: Path, capsys) -> None:
     target = str(given / "target.jsonl")
-    base = ["select", "--target", target, "--budget", "2", "--out", str(given / "out")]
+    base = ["select", "--data.holdout", "0", "--target", target, "--budget", "2", "--out", str(given / "out")]
     pool = str(given / "pool.jsonl")
     for files, told in (((pool, pool), "is named twice"), ((str(given / "*.csv"),), "no file matches")):
         assert run([*base, "--pool", *files]) == 2

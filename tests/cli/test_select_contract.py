@@ -38,7 +38,20 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 def select(files: tuple[Path, Path], out: Path, *more: str, budget: int = 10) -> int:
     pool, target = files
-    words = ["select", "--pool", str(pool), "--target", str(target), "--budget", str(budget), "--out", str(out), *more]
+    words = [
+        "select",
+        "--pool",
+        str(pool),
+        "--data.holdout",
+        "0",
+        "--target",
+        str(target),
+        "--budget",
+        str(budget),
+        "--out",
+        str(out),
+        *more,
+    ]
     return run(words)
 
 
@@ -161,7 +174,9 @@ def test_bad_input_is_one_sentence_and_leaves_nothing(
     write_rows(tmp_path / "t.jsonl", [{"text": "a"}])
     before = set(tmp_path.iterdir())
     budget = () if "--budget" in more else ("--budget", "1")
-    code = run(["select", "--pool", "p.jsonl", "--target", "t.jsonl", *budget, "--out", "out", *more])
+    code = run(
+        ["select", "--pool", "p.jsonl", "--data.holdout", "0", "--target", "t.jsonl", *budget, "--out", "out", *more]
+    )
     message = capsys.readouterr().err
     assert code == 2, message
     assert words in message and "Traceback" not in message

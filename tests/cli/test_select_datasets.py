@@ -59,7 +59,19 @@ def package(monkeypatch) -> types.ModuleType:
 def words(tmp_path: Path, pool: str, *more: str) -> list[str]:
     target = tmp_path / "t.jsonl"
     target.write_text('{"text": "word1 and word2"}\n{"text": "word3 and word4"}\n', encoding="utf-8")
-    made = ["select", "--pool", pool, "--target", str(target), "--budget", "20", "--out", str(tmp_path / "out")]
+    made = [
+        "select",
+        "--pool",
+        pool,
+        "--data.holdout",
+        "0",
+        "--target",
+        str(target),
+        "--budget",
+        "20",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     return [*made, "--method", "dsir", *more]
 
 

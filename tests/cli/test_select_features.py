@@ -33,7 +33,14 @@ def files(tmp_path: Path) -> list[str]:
 
     pool = [{"text": text(i % 3, 6 + i % 9), "domain": "abc"[i % 3], "n": i} for i in range(60)]
     target = [{"text": text(1, 8)} for _ in range(6)]
-    words = ["--pool", write_rows(tmp_path / "p.jsonl", pool), "--target", write_rows(tmp_path / "t.jsonl", target)]
+    words = [
+        "--pool",
+        write_rows(tmp_path / "p.jsonl", pool),
+        "--data.holdout",
+        "0",
+        "--target",
+        write_rows(tmp_path / "t.jsonl", target),
+    ]
     return ["select", *words, "--budget", "5", "--select.embedder.dim", "6"]
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from experiments.data.splits import read_splits
+from experiments.recipe import resume_recipe
 from flatshift.cli import run
 
 CATS = ["cat", "kitten", "purr", "whisker", "paw", "feline", "tabby", "mouse"]
@@ -36,7 +38,7 @@ def base(tmp_path: Path) -> list[str]:
     np.save(tmp_path / "z.npy", rng.standard_normal((5, 6)) + 3 * np.eye(6)[[1] * 5])
     return [
         *("select", "--pool", write_rows(tmp_path / "pool.jsonl", pool)),
-        *("--target", write_rows(tmp_path / "target.jsonl", target), "--budget", "12"),
+        *("--data.holdout", "0", "--target", write_rows(tmp_path / "target.jsonl", target), "--budget", "12"),
         *("--out", str(tmp_path / "out")),
         *("--select.embedder.dim", "8"),
     ]
@@ -68,7 +70,8 @@ def check(columns: dict, budget: int = 12) -> None:
         ["--method", "tsds", "--select.method.sigma", "0.3", "--select.method.neighbours", "6"],
         ["--method", "length", "--select.method.prefer", "short"],
         ["--method", "dsir", "--select.method.hashing", "sha256"],
-        ["--method", "cynical", "--select.method.mixture", "0.5"],
+        ["--method", "cynical", "--select.method.mixture", "0.5", "--select.method.repeats", "8"],
+        ["--method", "cynical"],
         ["--method", "moore-lewis", "--select.method.share", "0.6"],
         ["--method", "classifier", "--select.method.buckets", "4096"],
     ],
@@ -105,20 +108,19 @@ def test_a_record_that_is_read_again_has_a_line_each_time(base: list[str], tmp_p
     assert run(["report", str(tmp_path / "out"), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "The budget of 12 counts readings: " in page and f"{about['most_times']} times" in page
-    trained = ["train", "language-model", "--data.train.files", str(tmp_path / "out" / "selected.jsonl")]
-    trained += ["--data.dev.files", "[]", "--data.test.files", "[]", "--train.steps", "1"]
+    trained = ["train", "language-model", "--data", str(tmp_path / "out" / "selected.jsonl"), "--train.steps", "1"]
     assert run([*trained, "--out", str(tmp_path / "run")]) == 0, "the lines have names of their own"
-    capsys.readouterr()
-    assert run([*trained, "--data.holdout", "0.2", "--out", str(tmp_path / "leak")]) == 2
-    assert "may judge by the one and train on the other" in capsys.readouterr().err
-    assert not (tmp_path / "leak").exists()
+    splits = read_splits(resume_recipe(tmp_path / "run").recipe)
+    sides = [{row.values["text"] for row in rows} for rows in (splits.train, splits.dev, splits.test)]
+    assert all(sides) and not (sides[0] & sides[1] or sides[0] & sides[2] or sides[1] & sides[2])
 
 
 def test_repeats_keep_the_users_own_columns(base: list[str], tmp_path: Path) -> None:
     pool = Path(base[2])
     rows = [json.loads(line) for line in pool.read_text(encoding="utf-8").splitlines()]
     write_rows(pool, [{"uid": f"u{i}", "repeat_of": "mine", "rank": -1, **row} for i, row in enumerate(rows)])
-    assert run([*base[:-2], "--method", "cynical", "--select.columns.id", "uid"]) == 0
+    again = ["--method", "cynical", "--select.method.repeats", "8"]
+    assert run([*base[:-2], *again, "--select.columns.id", "uid"]) == 0
     lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
     assert all(line["source"]["repeat_of"] == "mine" and line["source"]["rank"] == -1 for line in lines)
     assert len({line["uid"] for line in lines}) == 12 and "repeat_of" not in lines[0]
@@ -128,14 +130,14 @@ def test_repeats_keep_the_users_own_columns(base: list[str], tmp_path: Path) -> 
 
 
 def test_a_selection_that_lives_on_repeats_is_warned_of(base: list[str], tmp_path: Path, capsys) -> None:
-    words = [*base[:5], "--budget", "36", "--out", str(tmp_path / "out"), "--method", "cynical"]
+    words = [*base[:7], "--budget", "36", "--out", str(tmp_path / "out"), "--method", "cynical"]
     assert run([*words, "--select.method.repeats", "50"]) == 0
     assert "records make up 36 readings, as the pool has few that are like the target" in capsys.readouterr().err
 
 
 def test_a_name_that_another_record_has_is_not_given_to_a_repeat(base: list[str], tmp_path: Path) -> None:
     def lines(out: str) -> list[dict]:
-        words = [*base[:7], "--method", "cynical", "--select.method.repeats", "3", "--out", str(tmp_path / out)]
+        words = [*base[:9], "--method", "cynical", "--select.method.repeats", "3", "--out", str(tmp_path / out)]
         assert run(words) == 0
         return [json.loads(line) for line in (tmp_path / out / "selected.jsonl").read_text().splitlines()]
 
@@ -234,3 +236,27 @@ def test_mistakes_are_one_sentence(base: list[str], tmp_path: Path, capsys, more
     assert run([*given, *(str(tmp_path / "pool.jsonl") if word == "POOL" else word for word in more)]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["cynical", "knn", "random", "domains"])
+def test_no_text_is_chosen_twice(base: list[str], tmp_path: Path, method: str, capsys) -> None:
+    """Of a pool in which every text stands thrice, in other case and blanks; fewer than the budget: copies fill up."""
+    pool = Path(base[2])
+    rows = [json.loads(line) for line in pool.read_text(encoding="utf-8").splitlines()]
+    copies = [{**row, "text": form(row["text"])} for row in rows for form in (str, str.upper, "  {}".format)]
+    write_rows(pool, copies)
+    words = [*base[:-2], "--method", method, "--select.method.shares", "{a: 1, b: 1}"][
+        : -2 if method != "domains" else None
+    ]
+    vectors = ["--select.embedder.dim", "8"] if method == "knn" else []
+    assert run([*words, *vectors]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "selected.jsonl").read_text().splitlines()]
+    assert len({" ".join(line["text"].lower().split()) for line in lines}) == len({line["id"] for line in lines}) == 12
+    if method == "domains":
+        assert sorted(line["domain"] for line in lines) == ["a"] * 6 + ["b"] * 6
+    if method == "knn":
+        assert "say the same as one before them" in capsys.readouterr().err
+        write_rows(pool, copies[:9] + copies[9:12] * 4)
+        again = [str(tmp_path / "few") if word == str(tmp_path / "out") else word for word in [*words, *vectors]]
+        assert run(again) == 0
+        assert "warning: 8 of the chosen say the same as another" in capsys.readouterr().err

@@ -14,7 +14,15 @@ from flatshift.cli import run
 def select(folder: Path, pool: list[dict], target: list[str], *more: str, budget: int = 10) -> dict:
     for name, rows in (("pool", pool), ("target", [{"text": text} for text in target])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    words = ["select", "--pool", str(folder / "pool.jsonl"), "--target", str(folder / "target.jsonl")]
+    words = [
+        "select",
+        "--pool",
+        str(folder / "pool.jsonl"),
+        "--data.holdout",
+        "0",
+        "--target",
+        str(folder / "target.jsonl"),
+    ]
     out = folder / "out"
     assert run([*words, "--budget", str(budget), "--out", str(out), *more]) == 0
     return json.loads((out / "manifest.json").read_text())["selection"]["profile"]

@@ -70,7 +70,16 @@ def anew() -> None:
 
 
 def select(here: Path, features: object, target: object, out: str, *more: str) -> int:
-    files = ["--pool", str(here / "pool.jsonl"), "--target", str(here / "target.jsonl"), "--budget", "7"]
+    files = [
+        "--pool",
+        str(here / "pool.jsonl"),
+        "--data.holdout",
+        "0",
+        "--target",
+        str(here / "target.jsonl"),
+        "--budget",
+        "7",
+    ]
     anew()
     given = ["--pool-features", str(features), "--target-features", str(target)]
     return run(["select", *files, *given, "--out", str(here / out), *more])

@@ -32,7 +32,15 @@ def words(tmp_path_factory) -> list[str]:
     np.save(folder / "y.npy", (centres[rng.integers(0, 6, TARGETS)] + rng.standard_normal((TARGETS, 6))).astype("f4"))
     for name, count in (("pool", ROWS), ("target", TARGETS)):
         (folder / f"{name}.jsonl").write_text("".join(f'{{"text": "t {i}"}}\n' for i in range(count)), encoding="utf-8")
-    made = ["select", "--pool", str(folder / "pool.jsonl"), "--target", str(folder / "target.jsonl")]
+    made = [
+        "select",
+        "--pool",
+        str(folder / "pool.jsonl"),
+        "--data.holdout",
+        "0",
+        "--target",
+        str(folder / "target.jsonl"),
+    ]
     made += ["--pool-features", str(folder / "x.npy"), "--target-features", str(folder / "y.npy"), "--budget", "500"]
     made += ["--memory", "0.03", "--select.checks", "false"]
     return [*made, "--epsilon", "0.02", "--select.method.tolerance", "1e-6"]
@@ -222,7 +230,19 @@ def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> N
     pool, target = tmp_path / "p.jsonl", tmp_path / "t.jsonl"
     pool.write_text('{"text": "a b"}\n{"text": "c d"}\n', encoding="utf-8")
     target.write_text('{"text": "a b"}\n', encoding="utf-8")
-    short = ["select", "--pool", str(pool), "--target", str(target), "--budget", "1", "--method", "length"]
+    short = [
+        "select",
+        "--pool",
+        str(pool),
+        "--data.holdout",
+        "0",
+        "--target",
+        str(target),
+        "--budget",
+        "1",
+        "--method",
+        "length",
+    ]
     for number, left in enumerate((None, ".recipe.resolved.yaml.0a1b2c3d.tmp")):
         out = tmp_path / f"out{number}"
         (out / "state").mkdir(parents=True)
@@ -251,7 +271,15 @@ def test_scores_that_took_long_are_taken_over(tmp_path: Path, monkeypatch, capsy
     for name, count in (("pool", 40), ("target", 6)):
         texts = [" ".join(rng.choice(["cat", "car", "paw", "road"], 6)) for _ in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    words = ["select", "--pool", str(tmp_path / "pool.jsonl"), "--target", str(tmp_path / "target.jsonl")]
+    words = [
+        "select",
+        "--pool",
+        str(tmp_path / "pool.jsonl"),
+        "--data.holdout",
+        "0",
+        "--target",
+        str(tmp_path / "target.jsonl"),
+    ]
     words += ["--budget", "5", "--method", method, *(("--select.embedder.dim", "2") if method == "knn" else ())]
     assert run([*words, "--out", str(tmp_path / "whole")]) == 0
     monkeypatch.setattr(journey, "_LONG_S", -1.0)

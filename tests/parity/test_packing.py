@@ -100,16 +100,77 @@ def test_a_neighbour_changes_no_bit_of_a_sample(kind, attention):
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
-def test_models_that_keep_samples_apart_pass_the_check(kind):
-    model = tiny_model(kind, len(TOKENIZER)).train()
+def test_models_that_keep_samples_apart_pass_the_check(kind, dtype):
+    model = tiny_model(kind, len(TOKENIZER)).to(dtype).train()
     refuse_leaks(model)
     assert model.training
 
 
+class Around(torch.nn.Module):
+    """A model whose logits `change(input_ids, logits)` alters."""
+
+    def __init__(self, inner, change) -> None:
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def get_input_embeddings(self):
+        return self.inner.get_input_embeddings()
+
+    def forward(self, input_ids, **inputs):
+        out = self.inner(input_ids=input_ids, **inputs)
+        out.logits = self.change(input_ids, out.logits)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_smallest_leak_is_one(dtype):
+    """A hundredth of what half precision moves where a sample is read at another shape."""
+
+    def change(ids, logits):
+        return logits.float() + 1e-5 * ids[0, 0] * (ids.shape == (1, 16))
+
+    llama = tiny_model("llama", len(TOKENIZER)).to(dtype)
+    refuse_leaks(Around(llama, lambda ids, logits: logits))
+    with pytest.raises(UserError, match="lets packed samples see each other"):
+        refuse_leaks(Around(llama, change))
+
+
+def test_bits_that_are_not_repeated_are_no_leak():
+    """Kernels with atomic sums, and experts whose products have shapes that follow from the whole batch."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    draws = torch.Generator().manual_seed(0)
+    llama = tiny_model("llama", len(TOKENIZER))
+    noisy = Around(llama, lambda ids, logits: logits + 1e-4 * torch.rand(logits.shape, generator=draws))
+    refuse_leaks(noisy)
+    refuse_leaks(Around(llama, lambda ids, logits: logits + 1e-4 * ids.flatten()[0]))  # of the batch, packed or not
+    noisy.inner = tiny_model("bloom", len(TOKENIZER))
+    with pytest.raises(UserError, match="lets packed samples see each other"):
+        refuse_leaks(noisy)
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8}
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        config = MixtralConfig(vocab_size=500, hidden_size=64, intermediate_size=96, use_cache=False, **sizes)
+        experts = MixtralForCausalLM(config)
+    refuse_leaks(experts)
+
+
+def test_every_rank_takes_part_where_one_finds_a_difference():
+    calls = []
+    model = Around(tiny_model("llama", len(TOKENIZER)), lambda ids, logits: calls.append(tuple(ids.shape)) or logits)
+    refuse_leaks(model)
+    assert calls == [(1, 16)] * 2
+    calls.clear()
+    refuse_leaks(model, agree=lambda differs: True)
+    assert calls == [(1, 16)] * 3 + [(2, 8)] * 2
+
+
 def test_models_that_would_leak_are_refused():
-    with pytest.raises(UserError, match=r"set task\.pack: false"):
-        refuse_leaks(tiny_model("bloom", len(TOKENIZER)))
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(UserError, match=r"set task\.pack: false"):
+            refuse_leaks(tiny_model("bloom", len(TOKENIZER)).to(dtype))
 
     class Deaf(torch.nn.Module):
         """A Llama behind a wrapper that loses the positions."""

@@ -15,6 +15,7 @@ import transformers
 from experiments.data.splits import prepare
 from experiments.recipe import Resolved, load_recipe
 from experiments.results.cells import read_result
+from experiments.run.console import Console
 from experiments.studies.cell import cell_of, run_cell
 from experiments.studies.compare.measures import Measures
 from experiments.workflows.build import judge_splits, lay_out
@@ -74,7 +75,8 @@ def test_one_train_opens_its_backbone_once(counts: Counter[str], recipe: Resolve
     assert counts == {"directory": 1, "config": 1, "tokenizer": 1, "weights": 2}
     prepared = prepare(recipe.recipe)
     anew = lay_out(recipe.recipe, recipe.recipe.task, prepared.label_names, adapter=tmp_path / "run" / "adapter")
-    assert judge_splits(recipe.recipe, *anew, prepared, lambda line: None) == found
+    console = Console(quiet=True)
+    assert judge_splits(recipe.recipe, *anew, prepared, console, watch=console.evaluating) == found
 
 
 def test_a_cell_of_a_comparison_loads_its_backbone_once(counts: Counter[str], recipe: Resolved, tmp_path: Path) -> None:

@@ -148,13 +148,25 @@ def test_public_templates_that_lose_something_are_refused():
     quoted = copy.deepcopy(call)
     quoted["tool_calls"][0]["function"]["arguments"] = json.dumps({"city": "Bonn"})
     told = {**CONVERSATIONS["tools"], "messages": [MULTI[0], quoted]}
-    with pytest.raises(
-        UserError, match="arguments of 'weather' in turn 2 are text, which the template quotes once more"
-    ):
-        encoded("qwen2_5", told)
-    assert len(encoded("qwen3", told).examples) == 1  # writes text as it is
+    plain = {**told, "messages": [MULTI[0], call]}
+    for template in ("qwen2_5", "qwen3"):
+        assert encoded(template, told).examples == encoded(template, plain).examples
     note = encoded("qwen2_5", CONVERSATIONS["thoughts"]).notes[1]
     assert note == "2 turns have thoughts that the template leaves out"
+
+
+@pytest.mark.parametrize("join", ["+", "~"])
+def test_a_template_that_joins_arguments_to_text_gets_them_as_text(join):
+    """`+` fails on an object (DeepSeek's form), `~` would write Python's form of one."""
+    text = (
+        LOOP + "{{ m.role }}: {{ m.content }}{% for c in m.tool_calls %}[{{ c.function.name + ' ' " + join
+        + " c.function.arguments }}]{% endfor %}{{ eos_token }}" + END
+        + "{% if add_generation_prompt %}assistant: {% endif %}"
+    )  # fmt: skip
+    for arguments in ({"city": "Köln"}, '{"city":"K\\u00f6ln"}'):
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+        (sample,), _ = shown(text, [MULTI[0], call])
+        assert sample == 'user: Hi<eos>assistant: [[weather {"city": "Köln"}]<eos>]'
 
 
 def test_tags_that_do_not_hold_an_answer_are_refused():

@@ -89,7 +89,7 @@ def test_losses_past_their_share_are_refused_with_the_length_that_would_do():
 
 def test_samples_of_one_row_are_named_apart_and_one_is_to_be_generated():
     tokenizer = chat_tokenizer("qwen3")
-    task = Chat(score="generate")
+    task = Chat(score="generate", empty_thoughts=True)
     found = encode([row(0, **CONVERSATIONS["multi"])], task=task, tokenizer=tokenizer, max_length=512)
     assert [example.id for example in found.examples] == ["0-0", "0-0#1", "0-0#2"]
     last, *earlier = found.examples

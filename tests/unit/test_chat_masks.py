@@ -23,7 +23,7 @@ CASES = [(name, told) for name in REFERENCED for told in references(name) if tol
 
 
 def encoded(template, told, **settings):
-    task = Chat(date=DATE, **settings)
+    task = Chat(date=DATE, **{"empty_thoughts": True, **settings})  # as the references mark them
     return encode(
         [row(0, **conversation(told, template))], task=task, tokenizer=chat_tokenizer(template), max_length=8192
     )
@@ -49,6 +49,34 @@ def test_supervised_tokens_are_those_marked_by_hand(template, told):
         special = set(tokenizer.all_special_ids)
         text = [token for token, on in zip(ids, supervised, strict=True) if on and token not in special]
         assert example.bytes == sum(token_bytes(tokenizer, token) for token in text)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "qwen3_6", "qwen3_training"])
+def test_thoughts_without_a_word_are_not_supervised_unless_asked(template):
+    """The same samples; of each answer only what stands behind them, and that is where judging begins."""
+    tokenizer = chat_tokenizer(template)
+    whole = encoded(template, "multi", score="generate")
+    found = encoded(template, "multi", score="generate", empty_thoughts=False)
+    said = []
+    for one, other in zip(whole.examples, found.examples, strict=True):
+        assert one.input_ids == other.input_ids
+        before, after = (tokenizer.decode([t for t in e.labels if t != IGNORE]) for e in (one, other))
+        assert "think>" in before and "think>" not in after
+        said = [after, *said]
+    assert "".join(said).replace("\n", "") == "Hello! How can I help?<|im_end|>Blue.<|im_end|>Red.<|im_end|>"
+    assert found.examples[0].answer.strip() == "Red."
+    assert tokenizer.decode(found.examples[0].prompt).endswith("<think>\n\n</think>\n\n")
+    (note,) = [note for note in found.notes if "thoughts without a word" in note]
+    assert note.endswith("; task.template_arguments: {enable_thinking: false} asks without thoughts too")
+    assert not any("thoughts without" in note for note in whole.notes)
+    thinking = {
+        "messages": [
+            *CONVERSATIONS["single"]["messages"][:1],
+            {"role": "assistant", "content": "4", "thinking": "2 + 2"},
+        ]
+    }
+    kept = encode([row(0, **thinking)], task=Chat(), tokenizer=tokenizer, max_length=512)
+    assert "2 + 2" in tokenizer.decode([label for label in kept.examples[0].labels if label != IGNORE])
 
 
 @pytest.mark.parametrize("template", REFERENCED)

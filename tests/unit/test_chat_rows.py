@@ -63,7 +63,7 @@ def test_columns_of_other_toolkits(tmp_path):
     ]
     assert read_conversation(rows[1]).messages == [ASK, SAY]
     notes = encode(rows, task=Chat(), tokenizer=TOKENIZER, max_length=256).notes
-    assert "turns read from Alpaca's columns: instruction, input, output, system" in notes
+    assert "turns read from Alpaca's columns: instruction, input, output, system, history" in notes
     bare = list(read_rows([str(write_jsonl(tmp_path / "bare.jsonl", [{"instruction": "Hi"}]))], required=("messages",)))
     assert open_turns(bare[0]) == [ASK]
     for second, reason in (
@@ -127,7 +127,15 @@ BAD = {
     "no turn of the assistant is there to learn from": [ASK],
     "a tool call of turn 2 names no function": [ASK, {"role": "assistant", "tool_calls": [{"type": "function"}]}],
     "tool_calls of turn 2 is an object, not a list": [ASK, {"role": "assistant", "tool_calls": {"name": "f"}}],
-    "turn 1 is from 'function_call'; of ShareGPT's form only": [{"from": "function_call", "value": "f()"}, SAY],
+    "turn 2 is from 'function_call', and its value is no JSON": [ASK, {"from": "function_call", "value": "f()"}],
+    "turn 1 is from 'narrator'; of ShareGPT's form only": [{"from": "narrator", "value": "f()"}, SAY],
+    "the arguments of 'f' in turn 2 are text that is no JSON object": [
+        ASK, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]},
+    ],
+    "column 'system' and turn 1 are two system turns": {
+        "messages": [{"role": "system", "content": "Be brief."}, ASK, SAY], "system": "Be long.",
+    },
+    "column 'system' is a list, not text": {"messages": [ASK, SAY], "system": ["Be long."]},
     "half of a surrogate pair": [{"role": "user", "content": "\ud800"}, SAY],
     "tools must be a list of objects": {"messages": [ASK, SAY], "tools": ["weather"]},
 }  # fmt: skip
@@ -189,12 +197,10 @@ def test_a_template_that_asks_too_much_of_python_is_a_bad_row(text, reason, tmp_
 
 
 def test_settings_that_cannot_be(tmp_path):
-    with pytest.raises(UserError, match=r"task.template: the backbone's tokenizer has no chat template; .*'plain'"):
-        encoded([ASK, SAY], tokenizer=byte_tokenizer())
-    with pytest.raises(
-        UserError, match=r"task.template: no file 'nowhere.jinja'; name a file of Jinja text, or 'plain'"
-    ):
+    with pytest.raises(UserError, match=r"task.template: no file 'nowhere.jinja'; name a file .*, auto \(.*, plain$"):
         encoded([ASK, SAY], template="nowhere.jinja")
+    with pytest.raises(UserError, match=r"task.template: no file 'chatlm'; did you mean 'chatml'\?"):
+        encoded([ASK, SAY], template="chatlm")
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for message in messages %}")
     with pytest.raises(UserError, match=r"task.template is not valid Jinja \(line 1: "):

@@ -106,7 +106,7 @@ def test_longer_samples_are_left_out_or_refused_where_that_is_asked_for(folder):
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "phi3", "deepseek_r1_distill", "gptoss", "gemma4", None])
 def test_prompts_are_those_that_a_trained_answer_follows(name):
     tokenizer = byte_tokenizer() if name is None else chat_tokenizer(name)
-    task = Chat(score="generate", date="2026-11-21", template=None if name else "plain")
+    task = Chat(score="generate", date="2026-11-21", template="auto" if name else "plain", empty_thoughts=True)
     rows = [row(i, **CONVERSATIONS[one]) for i, one in enumerate(("single", "multi"))]
     trained = [
         e for e in encode(rows, task=task, tokenizer=tokenizer, max_length=4096).examples if e.answer is not None

@@ -119,7 +119,7 @@ def test_nothing_to_supervise_is_refused_or_skipped():
     assert [example.id for example in encoded.examples] == ["0-1"]
     assert encoded.skipped == ["rows.jsonl:1: the text is empty"]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: the completion is empty"):
-        one(Completion(completion="{text}"), rows[0])
+        one(Completion(prompt="a", completion="{text}"), rows[0])
     no_bos = byte_tokenizer(bos=False)
     with pytest.raises(UserError, match="the prompt is empty"):
         one(Completion(prompt="{text}", score="generate"), rows[0], tokenizer=no_bos)

@@ -129,7 +129,14 @@ def test_select_reads_it_as_it_reads_one_file(tmp_path, capsys):
     seal(shards)
 
     def run(features, out):
-        sides = ["--pool", str(tmp_path / "pool.jsonl"), "--target", str(tmp_path / "target.jsonl")]
+        sides = [
+            "--pool",
+            str(tmp_path / "pool.jsonl"),
+            "--data.holdout",
+            "0",
+            "--target",
+            str(tmp_path / "target.jsonl"),
+        ]
         own = ["--pool-features", str(features), "--target-features", str(tmp_path / "y.npy")]
         return cli.run(["select", *sides, *own, "--budget", "9", "--out", str(tmp_path / out)])
 

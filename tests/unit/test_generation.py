@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from transformers import GenerationConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from finetune.adapters.adapter import attach_adapter, trainable
 from finetune.config import Adapter
@@ -19,7 +20,9 @@ from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
 from finetune.evaluate.generation import written as run_prompts
 from finetune.models.load import load_backbone
 from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
+from regularizers.layers.fused import fusible
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
+from tests.finetune_models import save_backbone
 from tests.seq2seq_models import save_encoder_decoder
 
 TOKENIZER = byte_tokenizer()
@@ -52,6 +55,38 @@ def test_padded_batches_write_what_a_naive_loop_writes_for_each_prompt(kind):
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
     for size in (1, 3, 16):
         assert [answer.ids for answer in written(model, batch_size=size)] == expected
+
+
+def test_no_row_copies_the_head(tmp_path):
+    """transformers hands the head a slice of the hidden states, of which torch would make one product a row."""
+    source = save_backbone("llama", tmp_path / "llama", vocab_size=5000)
+    backbone = load_backbone(source, task=LanguageModel(), precision="bf16").eval()
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval().requires_grad_(False)
+    ours = load_backbone(source, task=LanguageModel(), precision="bf16")
+    adapted = attach_adapter(ours, Adapter(rank=2, targets=("lm_head",)), task=LanguageModel(), seed=0).eval()
+    prompts = [[3, 4, 5], [6, 7], [8, 9, 10, 11]]
+
+    class Largest(TorchDispatchMode):
+        """Elements of the largest matrix operand of a product."""
+
+        found = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            for one in args:
+                if isinstance(one, torch.Tensor) and 5000 in one.shape[-2:]:
+                    self.found = max(self.found, one.numel() // 5000)
+            return function(*args, **(kwargs or {}))
+
+    found = {}
+    for name, model in {"plain": plain, "ours": backbone, "adapted": adapted}.items():
+        with Largest() as largest:
+            found[name] = written(model, Decoding(max_new_tokens=2), prompts=prompts, end=None)
+        assert (largest.found > 32) == (name == "plain"), (name, largest.found)  # D = 32: one copy of the head
+    assert found["ours"] == found["adapted"]
+    hidden = torch.randn(3, 7, 32, dtype=torch.bfloat16)[:, -1:]
+    head = backbone.get_output_embeddings()
+    assert torch.equal(head(hidden), torch.nn.functional.linear(hidden.contiguous(), head.weight))
+    assert fusible(adapted.get_base_model().lm_head) is not None  # its own steps stay fused
 
 
 @pytest.mark.parametrize(

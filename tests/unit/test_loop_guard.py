@@ -20,7 +20,7 @@ from finetune.tasks import LanguageModel
 from finetune.train.checkpointer import steps as saved_steps
 from finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
 from finetune.train.loop import Diverged, TrainingStage, train_stage
-from finetune.train.optimizer import learning_rate
+from finetune.train.schedule import learning_rate
 from regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 

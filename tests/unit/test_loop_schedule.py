@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from finetune.config import Optimizer
-from finetune.train.optimizer import learning_rate
+from finetune.atomic import write_json
+from finetune.config import Optimizer, Train
+from finetune.train.schedule import Schedule, learning_rate
 
 
 def rates(steps, **settings):
@@ -41,3 +42,27 @@ def test_extremes():
     assert rates(1) == [2.0] and rates(3, schedule="constant", warmup=0.0) == [2.0] * 3
     assert rates(4, warmup=1.0) == pytest.approx([0.5, 1.0, 1.5, 2.0])
     assert all(map(math.isfinite, rates(2, warmup=0.5)))
+
+
+def extended(folder, steps, extend, *, warmup=0.25, made=8, planned=8, schedule="cosine"):
+    optimizer = Optimizer(lr=2.0, warmup=warmup, schedule=schedule)
+    end = learning_rate(made - 1, steps=planned, optimizer=optimizer)
+    write_json(folder / "done.json", {"steps": made, "target_steps": planned, "lr": end})
+    found = Schedule.of(Train(steps=steps, extend=extend), optimizer, folder)
+    return [found(step) for step in range(steps)], found
+
+
+def test_a_run_that_goes_on_after_its_end(tmp_path):
+    before = rates(8, warmup=0.25)
+    stretched, found = extended(tmp_path, 12, "stretch")
+    assert stretched == rates(12, warmup=0.25) and found.line().endswith("of 12 updates (train.extend: stretch)")
+    kept, found = extended(tmp_path, 12, "keep-end")
+    assert kept == [*before, *[before[-1]] * 4] and "as it ended" in found.line()
+    warmed, found = extended(tmp_path, 12, "rewarm")
+    assert warmed == [*before, *rates(4, warmup=0.25)] and max(warmed[8:]) == 2.0
+    assert f"from {warmed[8]:.3g} to {warmed[11]:.3g}, by a schedule of their own" in found.line()
+    early, _ = extended(tmp_path, 12, "rewarm", made=5)  # stopped early
+    assert early == [*before[:5], *rates(7, warmup=0.25)]
+    same, found = extended(tmp_path, 8, "rewarm")  # that has ended and does not go on
+    assert same == before and found.begin == 0
+    assert extended(tmp_path, 12, "keep-end", schedule="constant", warmup=0.0)[0] == [2.0] * 12

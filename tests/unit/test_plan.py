@@ -92,7 +92,7 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     from experiments.recipe import from_override
 
     overrides = [from_override(f"train.{key}", value) for key, value in flags.items()]
-    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0)
+    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0, tokens=1e9)
     times = [layout["update_s"] for layout in found["layouts"] if layout["fits"]]
     assert found["fits"] and times == sorted(times) and len(found["layouts"]) > 20
     best = found["layouts"][found["best"]]
@@ -161,7 +161,7 @@ def test_exit_codes_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_epochs_are_counted_from_the_recipes_own_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_are_counted_from_the_recipes_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "classify", "--train.epochs", "2", "--gpus", "1xT4", "--json"]
     assert run(words) == 0
     found = json.loads(capsys.readouterr().out)
@@ -169,8 +169,14 @@ def test_epochs_are_counted_from_the_recipes_own_files(capsys: pytest.CaptureFix
     update = best["batch_size"] * best["accumulate"]
     assert data["updates"] == -(-2 * data["rows"] // update) and data["tokens"] > data["rows"]
     assert found["hours"] == pytest.approx(data["updates"] * best["update_s"] / 3600, rel=0.02, abs=0.001)
-    assert run([*words, "--model", "llama-3.2-3b"]) == 2
-    assert "--model names another" in capsys.readouterr().err
+    assert run([*words, "--model", "llama-3.2-3b"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] is found["hours"] is found["data"] is None, "nobody trains that on the sample"
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"text": "row {i}", "label": "{i % 2}"}}\n' for i in range(50)))
+    own = ["--model", "llama-3.2-3b", "--data", str(tmp_path / "rows.jsonl")]
+    assert run([*words, *own]) == 0
+    data = json.loads(capsys.readouterr().out)["data"]
+    assert (data["rows"], data["by"], data["updates"]) == (40, "flatshift-5m", 5), "a tenth of them is dev, one test"
 
 
 def test_context_and_nccl_are_causes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,7 +290,8 @@ def test_a_known_name_is_only_its_makers(tmp_path: Path) -> None:
 
 def test_float32_has_no_hours(capsys: pytest.CaptureFixture[str]) -> None:
     """The rates of devices are those of bf16 products."""
-    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "8xH100-80", "--price", "2", "--train.precision"]
+    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "8xH100-80", "--price", "2", "--tokens", "1e6"]
+    words += ["--train.precision"]
     assert run([*words, "fp32", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] and document["hours"] is None and document["cost"] is None

@@ -55,7 +55,7 @@ def test_the_same_holdout_sets_the_same_rows_apart(files, limit):
 
 
 def test_without_a_holdout_the_target_is_all_of_its_rows(files):
-    found, apart = read_target(selecting(files).recipe, Console(quiet=True))
+    found, apart = read_target(selecting(files, 0).recipe, Console(quiet=True))
     assert len(found.rows) == ROWS and apart == []
 
 
@@ -78,9 +78,9 @@ CASES = {
     "the same draw": ({"holdout": 0.2}, {}, None),
     "more set apart than is judged": ({"holdout": 0.3}, {}, None),
     "dev rows of their own": ({"holdout": 0.2}, {"data.dev.files": ["half.jsonl"]}, None),
-    "other rows": ({"target": "half.jsonl"}, {}, None),
+    "other rows": ({"target": "half.jsonl", "holdout": 0}, {}, None),
     "no holdout of the run": ({}, {"holdout": 0.0, "data.dev.files": ["half.jsonl"]}, None),
-    "no holdout of the selection": ({}, {}, "--data.holdout 0.2"),
+    "no holdout of the selection": ({"holdout": 0}, {}, "--data.holdout 0.2"),
     "less set apart than is judged": ({"holdout": 0.1}, {}, "--data.holdout 0.2"),
     "one of two files": ({"holdout": 0.2}, {"rows": ("rows.jsonl", "half.jsonl")}, "--target "),
     "fewer rows to draw from": ({"holdout": 0.2}, {"data.train.first": 30}, "set apart for judging"),

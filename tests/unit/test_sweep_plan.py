@@ -252,6 +252,7 @@ def test_bisection_counts_the_rows_that_a_cell_gets(tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"row {i}", "label": "ab"[i % 2]}) for i in range(13)]
     (tmp_path / "rows.jsonl").write_text("\n".join([*rows, "{"]), encoding="utf-8")
     laid = {"data.train.files": str(tmp_path / "rows.jsonl"), "data.bad_rows": "skip", "data.holdout": 0.1}
+    laid |= {"data.test.files": "sample:banking/test"}
     recipe = load_recipe("double-descent", [from_override(key, value) for key, value in laid.items()]).recipe
     assert parse_bisection("data.train.limit", None, recipe).high == 12  # 13 usable, a tenth rounded for dev
     fewer = load_recipe("double-descent", [from_override(k, v) for k, v in (laid | {"data.holdout": 0.4}).items()])

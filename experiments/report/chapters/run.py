@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from experiments.report import formats
-from experiments.report.blocks import Bars, Block, Figures, Notes, Part, Section, Table, Tile
+from experiments.report.blocks import Bars, Block, Figures, Lookup, Notes, Part, Section, Table, Tile
 from experiments.report.charts.training import evaluation, preferences, small_multiples, training
 from experiments.results.predictions import Judged, differences
 from experiments.results.run import Run, best_split, headline
@@ -21,7 +21,7 @@ def part(run: Run) -> Part | None:
     """A directory of `flatshift train`."""
     if not (run.metrics.lines or run.eval or run.stages):
         return None
-    sections = [*evaluation_sections(run), *training_sections(run)]
+    sections = [*evaluation_sections(run), *data_sections(run), *training_sections(run)]
     return Part("training run", [train_finding(run)], training_tiles(run), sections)
 
 
@@ -215,6 +215,21 @@ def _plan_sections(run: Run) -> list[Section]:
         "CPU, how much the process's own memory grew in them, sampled, so weights and adapter are not in it."
     )
     return [Section("Predicted and measured", blocks, lead)] if blocks else []
+
+
+def data_sections(run: Run) -> list[Section]:
+    """The classes, and what was found in the rows before step 1."""
+    checks = run.manifest.get("checks")
+    if not isinstance(checks, dict):
+        return []
+    blocks: list[Block] = []
+    if found := checks.get("findings"):
+        rows = [{"found": str(one["text"]), "examples": "; ".join(one["examples"][:3])} for one in found]
+        blocks.append(Table.of(rows, words=("found", "examples")))
+    if counts := checks.get("classes"):
+        blocks.append(Lookup(["class", "training rows"], [[n, f"{c:,}"] for n, c in counts.items()], frozenset({1})))
+    lead = "What the check of the rows found before step 1 (data.checks)." if found else ""
+    return [Section("Rows", blocks, lead)] if blocks else []
 
 
 def _mishaps(run: Run) -> list[str]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved
 from experiments.recipe.config import Sweep
+from experiments.recipe.resolve import held_out_lines
 from experiments.recipe.studies import SweepOptions
 from experiments.recipe.tree import Branch
 from experiments.run.console import Console
@@ -132,7 +133,9 @@ def _planned(out: Path, asked: _Asked, console: Console, share: Part | None) -> 
     check_directory(out)
     check_finished(out)
     said: list[str] = []
-    asked = dataclasses.replace(asked, base=asked.base.settled(kept=out / RECIPE, say=said.append))
+    base = asked.base.settled(kept=out / RECIPE, say=said.append).in_steps(say=said.append)
+    asked = dataclasses.replace(asked, base=base)
+    said += held_out_lines(base.resolved)
     cells = list(asked.base.plan(asked.axes, asked.seeds, design=asked.design, points=asked.points))
     if share is not None:
         cells = share.cells(cells)

@@ -47,7 +47,7 @@ class Base:
     @classmethod
     def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> Base:
         """The recipe file, shipped recipe or resolved recipe with `overrides` laid over it."""
-        tree: Tree = parse(recipe.to_yaml(), recipe.name) if isinstance(recipe, Resolved) else recipe_tree(recipe)
+        tree: Tree = recipe.tree() if isinstance(recipe, Resolved) else recipe_tree(recipe)
         tree = lay(tree, overrides)
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
@@ -57,6 +57,21 @@ class Base:
         from experiments.recipe.auto import settled_tree
 
         tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
+        return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
+
+    def in_steps(self, *, say: Callable[[str], None]) -> Base:
+        """The same with its epochs as updates of its own rows, as many in every cell. Raises UserError as `prepare`."""
+        if self.recipe.train.epochs is None:
+            return self
+        from experiments.data.sources import in_steps
+        from experiments.data.splits import prepare
+        from experiments.workflows.run_parts import FINE_TUNE
+        from finetune.seeds import derive
+
+        counted = in_steps(self.resolved, prepare(self.recipe).train, seed=derive(self.recipe.train.seed, FINE_TUNE))
+        steps, why = counted.recipe.train.steps, counted.origins["train.steps"]
+        say(f"steps: {steps:,} in every cell ({why})")
+        tree = lay(self.tree, [from_override("train.steps", steps, why)])
         return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     @property

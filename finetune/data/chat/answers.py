@@ -21,7 +21,7 @@ Where a template has the tags, they decide, and are checked to hold every answer
 from __future__ import annotations
 
 import copy
-import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +31,18 @@ from .template import CannotRender, ChatTemplate, Messages, Tools, thoughts_of
 
 _MARK = "xQZ0markedhere0ZQx"  # letters alone: nothing strips, splits or escapes them; found twice, it is refused
 _PROBE = "."
+_EMPTY_THOUGHTS = re.compile(r"<(think|thinking)>\s*</\1>\s*")
+_LONGEST_TAG = len("<thinking>") + 8
 
 Span = tuple[int, int]
 
 
 class Unclear(ValueError):
     """Where an answer begins or ends cannot be proven; says why."""
+
+
+class _ToolsLost(Unclear):
+    """The template leaves out tools, or a call of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +53,7 @@ class Sample:
     spans: tuple[Span, ...]
     """Start and end, in characters, of what is supervised, in order and apart."""
     last: int
-    """Where in `text` the last answer begins."""
+    """Where in `text` the last answer begins, behind thoughts without a word that are not supervised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +71,23 @@ class _Answer:
 class Answers:
     """Samples of conversations under one template.
 
-    `asked_otherwise` and `thoughts_left_out` count turns that came out differently from what one might think.
+    `asked_otherwise`, `thoughts_left_out` and `empty_thoughts` count turns that came out differently from what one
+    might think.
     """
 
-    def __init__(self, template: ChatTemplate, tokens: Callable[[str], list[Span]]) -> None:
+    def __init__(
+        self, template: ChatTemplate, tokens: Callable[[str], list[Span]], *, empty_thoughts: bool = False
+    ) -> None:
         """
         Arguments:
             tokens: (start, end) in characters of each token of a text.
+            empty_thoughts: whether thoughts without a word at the beginning of an answer belong to it.
         """
         self.template = template
         self.asked_otherwise = 0
         self.thoughts_left_out = 0
+        self.empty_thoughts = 0
+        self._supervise_empty = empty_thoughts
         self._tokens = tokens
         self._tails: dict[str, int] = {}  # after content: what the template writes → how much of it ends the turn
 
@@ -88,11 +100,14 @@ class Answers:
             ValueError: as `Conversation.supervised`.
         """
         places = conversation.supervised(last_only=last_only)
-        if self.template.tagged(conversation.tools):
-            samples = [self._tagged(conversation, places)]
-        else:
-            samples = _together([self._answer(conversation, place) for place in places])
-        _check_context(samples[0].text, conversation.messages[: places[-1]], conversation.tools)
+        try:
+            if self.template.tagged(conversation.tools):
+                samples = [self._tagged(conversation, places)]
+            else:
+                samples = _together([self._answer(conversation, place) for place in places])
+            _check_context(samples[0].text, conversation.messages[: places[-1]], conversation.tools)
+        except _ToolsLost as error:
+            raise Unclear(f"{error}{self.template.with_tools}") from None
         return samples
 
     def _answer(self, conversation: Conversation, place: int) -> _Answer:
@@ -103,7 +118,17 @@ class Answers:
         words_end, end = len(text) - len(tail), len(text) - len(tail) + kept
         start = self._start(text, words_end, messages, place, tools)
         self._check_whole(text[start:end], turn, place)
-        return _Answer(text, start, end)
+        return _Answer(text, self._behind_empty_thoughts(text, start, end), end)
+
+    def _behind_empty_thoughts(self, text: str, start: int, end: int) -> int:
+        """`start`, or the end of thoughts without a word that begin there, or a little before."""
+        if self._supervise_empty:
+            return start
+        found = _EMPTY_THOUGHTS.search(text, max(0, start - _LONGEST_TAG), end)
+        if found is None or found.end() <= start or text[start : found.start()].strip():
+            return start
+        self.empty_thoughts += 1
+        return found.end()
 
     # ------------------------------------------------------------------------------------------- the beginning
 
@@ -190,7 +215,8 @@ class Answers:
         if text.count(_MARK) != 1:
             what = "tool calls" if turn.get("tool_calls") else "content"
             times = "leaves out" if _MARK not in text else "repeats"
-            raise Unclear(f"the template {times} the {what} of turn {place + 1}")
+            kind = _ToolsLost if turn.get("tool_calls") else Unclear
+            raise kind(f"the template {times} the {what} of turn {place + 1}")
         return text.partition(_MARK)[2]
 
     # ------------------------------------------------------------------------------------------- checks
@@ -201,14 +227,7 @@ class Answers:
         for call in turn.get("tool_calls", []):
             function = call.get("function", call)
             if function["name"] not in answer:
-                raise Unclear(f"the template leaves out the tool call {function['name']!r} of turn {place + 1}")
-            arguments = function.get("arguments")
-            quoted = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, str) else ""
-            if quoted[1:-1] != arguments and quoted and quoted in answer:
-                raise Unclear(
-                    f"the arguments of {function['name']!r} in turn {place + 1} are text, which the template quotes "
-                    "once more; give an object"
-                )
+                raise _ToolsLost(f"the template leaves out the tool call {function['name']!r} of turn {place + 1}")
         thoughts = thoughts_of(turn)
         if isinstance(thoughts, str) and _squeezed(thoughts) not in _squeezed(answer):
             self.thoughts_left_out += 1
@@ -237,6 +256,10 @@ class Answers:
             if not own_blocks[place]:
                 raise Unclear(f"the template's {{% generation %}} tags mark nothing of turn {place + 1}")
             self._check_whole("".join(text[slice(*block)] for block in own_blocks[place]), messages[place], place)
+        for place in places:
+            first, *rest = own_blocks[place]
+            begin = self._behind_empty_thoughts(text, *first)
+            own_blocks[place] = [(begin, first[1]), *rest] if begin < first[1] or not rest else rest
         spans = tuple(block for place in places for block in own_blocks[place])
         return Sample(text, spans, own_blocks[places[-1]][0][0])
 
@@ -269,7 +292,7 @@ def _check_context(text: str, messages: Messages, tools: Tools) -> None:
     for tool in tools or ():
         name = tool.get("function", tool).get("name")
         if not isinstance(name, str) or name not in text:
-            raise Unclear(f"the template leaves out the tool {name!r}; take one that writes tools (task.template)")
+            raise _ToolsLost(f"the template leaves out the tool {name!r}")
 
 
 def _marked(turn: dict[str, Any]) -> dict[str, Any]:

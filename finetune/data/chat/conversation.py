@@ -18,7 +18,12 @@ _BEFORE: dict[str, tuple[str | None, ...]] = {
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
 }
-_SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+_SHAREGPT = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool"), "tool"),
+    "system": "system",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +55,17 @@ class Conversation:
 
 
 def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
-    """The conversation of `row`, in the columns `messages` and `tools`.
+    """The conversation of `row`, in the columns `messages`, `tools` and `system`.
 
-    Turns are `{role, content[, tool_calls, …]}`, or ShareGPT's `{from, value}` with human, gpt and system. A column may
-    hold JSON text. `weight: 0` (OpenAI's format) leaves an assistant's turn unsupervised.
+    Turns are `{role, content[, tool_calls, …]}`, or ShareGPT's `{from, value}` with human, gpt, system, function_call
+    and observation. A column, and the arguments of a call, may be JSON text. `weight: 0` (OpenAI's format) leaves an
+    assistant's turn unsupervised.
 
     Arguments:
-        system: a system turn for a conversation that begins without one.
+        system: a system turn for a conversation that begins without one and has none in the column `system`.
     Raises:
         ValueError: what is wrong with the row: no list of turns, an unknown role, roles out of order, an empty turn of
-            the assistant, content that is not text, no turn of the assistant.
+            the assistant, content that is not text, no turn of the assistant, two system turns.
     """
     tools = row.values.get("tools")
     messages = _turns(row, system)
@@ -92,18 +98,22 @@ def _turns(row: Row, system: str | None) -> list[dict[str, Any]]:
     messages = [_turn(turn, number) for number, turn in enumerate(turns, start=1)]
     if not messages:
         raise ValueError("the conversation is empty")
-    if system is not None and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": system})
+    own = row.values.get("system")
+    if own is not None and not isinstance(own, str):
+        raise ValueError(f"column 'system' is {_article(own)}, not text")
+    system = own or system
+    if messages[0]["role"] not in ("system", "developer"):
+        if system:
+            messages.insert(0, {"role": "system", "content": system})
+    elif own and text_of(messages[0]) != own:
+        raise ValueError("column 'system' and turn 1 are two system turns; keep one of them")
     _check_order(messages)
     return messages
 
 
 def _listed(value: Any, name: str) -> list[Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{name} is text but not JSON; give a list of objects") from None
+    if isinstance(value, str) and (value := _json(value)) is None:
+        raise ValueError(f"{name} is text but not JSON; give a list of objects")
     if not isinstance(value, list):
         raise ValueError(f"{name} is {_article(value)}, not a list of objects")
     return value
@@ -133,11 +143,14 @@ def _turn(turn: Any, number: int) -> dict[str, Any]:
     elif content is not None and not isinstance(content, str):
         raise ValueError(f"the content of turn {number} is {_article(content)}, not text")
     if role == "assistant":
-        _check_calls(message.get("tool_calls", []), number)
+        if "tool_calls" in message:
+            message["tool_calls"] = _calls(message["tool_calls"], number)
         if not text_of(message).strip() and not message.get("tool_calls"):
             raise ValueError(f"turn {number} of the assistant is empty")
     elif content is None:
         raise ValueError(f"turn {number} ({role}) has no content")
+    elif role == "user" and not text_of(message).strip():
+        raise ValueError(f"turn {number} of the user is empty")
     return message
 
 
@@ -145,21 +158,52 @@ def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
     who = message["from"]
     if message.keys() - {"from", "value", "weight"} or not isinstance(who, str) or who not in _SHAREGPT:
         raise ValueError(
-            f"turn {number} is from {who!r}; of ShareGPT's form only human, gpt and system with a value "
-            "are clear: write role and content instead"
+            f"turn {number} is from {who!r}; of ShareGPT's form only human, gpt, system, function_call and observation "
+            "with a value are clear: write role and content instead"
         )
-    role = {"role": _SHAREGPT[who]}
-    rest = {key: message[key] for key in ("weight",) if key in message}
-    return role | ({"content": message["value"]} if "value" in message else {}) | rest
+    turn = {"role": _SHAREGPT[who]} | {key: message[key] for key in ("weight",) if key in message}
+    if "value" not in message:
+        return turn
+    if who != "function_call":
+        return turn | {"content": message["value"]}
+    calls = _json(message["value"])
+    if not isinstance(calls, dict | list):
+        raise ValueError(f"turn {number} is from 'function_call', and its value is no JSON of a name and arguments")
+    return turn | {"tool_calls": [{"type": "function", "function": one} for one in _as_list(calls)]}
 
 
-def _check_calls(calls: Any, number: int) -> None:
+def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects, which templates write as JSON."""
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls of turn {number} is {_article(calls)}, not a list")
+    found = []
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"a tool call of turn {number} names no function")
+        if isinstance(text := function.get("arguments"), str):
+            arguments = _json(text) if text.strip() else {}
+            if not isinstance(arguments, dict):
+                raise ValueError(
+                    f"the arguments of {function['name']!r} in turn {number} are text that is no JSON object; give an "
+                    "object"
+                )
+            function = {**function, "arguments": arguments}
+            call = {**call, "function": function} if "function" in call else function
+        found.append(call)
+    return found
+
+
+def _json(value: Any) -> Any:
+    """What JSON text says, or the value itself; None: text of another kind."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _weight(message: dict[str, Any], number: int) -> bool:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ...tasks import Chat
 
 _CHUNK = 256
+_THINKS = "enable_thinking"
 
 
 @dataclass
@@ -85,7 +86,7 @@ class ChatEncoder:
         self.task, self.tokenizer, self.max_length = task, tokenizer, max_length
         self.bad_rows, self.overlong = bad_rows, overlong
         self.tokens = TokenMap(tokenizer)
-        self.answers = Answers(ChatTemplate(tokenizer, task), self.tokens.places)
+        self.answers = Answers(ChatTemplate(tokenizer, task), self.tokens.places, empty_thoughts=task.empty_thoughts)
         self.counts = _Counts()
         self._added = set(tokenizer.added_tokens_decoder)
         self._first: Row | None = None
@@ -117,6 +118,10 @@ class ChatEncoder:
         if self._first is not None:
             self._refuse_losses(self._first)
         return tuple(self._notes())
+
+    def reads_key(self, key: str) -> bool:
+        """Whether the template knows a key of turns."""
+        return self.answers.template.reads_key(key)
 
     def _tokenised(self, chunk: Sequence[Row], rest: LeftOut) -> Iterator[tuple[Row, list[Sample], list[Tokenised]]]:
         """The rows of a chunk with their samples, tokenised at once."""
@@ -247,6 +252,18 @@ class ChatEncoder:
             )
         if self.answers.thoughts_left_out:
             yield f"{self.answers.thoughts_left_out:,} turns have thoughts that the template leaves out"
+        if self.answers.empty_thoughts:
+            asks = self.answers.template.reads(_THINKS) and _THINKS not in (self.task.template_arguments or {})
+            yield (
+                f"{self.answers.empty_thoughts:,} answers begin with thoughts without a word, which are not supervised "
+                "(task.empty_thoughts: true supervises them)"
+                + (f"; task.template_arguments: {{{_THINKS}: false}} asks without thoughts too" if asks else "")
+            )
+        if missing := self.answers.template.missing:
+            yield (
+                f"the template writes {' and '.join(missing)}, no tokens of this tokenizer, in ordinary ones: meant "
+                "for a backbone that has them"
+            )
         if counts.filled:
             yield (
                 f"{counts.filled:,} conversations came with {counts.nulls:,} keys that hold null inside their calls "
@@ -292,7 +309,10 @@ def ask(
         UserError: as `ChatEncoder`; a conversation that nobody has to answer (unless skipped).
     """
     encoder = ChatEncoder(
-        dataclasses.replace(task, score="generate", system=None), tokenizer, _ANY_LENGTH, bad_rows=bad_rows
+        dataclasses.replace(task, score="generate", system=None, empty_thoughts=True),
+        tokenizer,
+        _ANY_LENGTH,
+        bad_rows=bad_rows,
     )
     asked: list[Question] = []
     skipped: list[str] = []
@@ -311,7 +331,8 @@ def ask(
         for example in encoded.examples:
             if example.answer is not None and example.prompt is not None and example.stop is not None:
                 text = str(tokenizer.decode(example.prompt, clean_up_tokenization_spaces=False))
-                asked.append(Question(row.id, text, example.prompt, example.stop))
+                lead = example.answer[: example.answer.rfind(_WORD)]
+                asked.append(Question(row.id, text, example.prompt, example.stop, lead))
     return asked, skipped
 
 

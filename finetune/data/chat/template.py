@@ -1,14 +1,17 @@
-"""The Jinja text that writes conversations: the tokenizer's own, the user's, or the one that ships.
+"""The Jinja text that writes conversations: the tokenizer's own, the user's, or one of those that ship.
 
 Rendering is transformers' own, in its sandbox, so that a conversation reads here as it does everywhere else.
 """
 
 from __future__ import annotations
 
+import copy
 import datetime
+import difflib
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +26,15 @@ _SHIPPED = Path(__file__).resolve().parent / "templates"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOO_MUCH = (ArithmeticError, RecursionError, MemoryError)
 """What a template may ask of Python that it cannot do: 1 // 0, a macro that calls itself, a text of petabytes."""
+_CONTROL = re.compile(r"\{#- control tokens: ([^;#]*?)(?:; end of turn: (\S+))? -#\}")
+"""The first line of a shipped template that writes control tokens, and the one that ends a turn unless the end of
+sequence does."""
 _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
+
+AUTO, FOR_BASES = "auto", "base"
+"""`task.template`: the tokenizer's own, and the shipped one that takes its place where there is none."""
+_WITH_TOOLS = ("hermes", FOR_BASES)
+"""Shipped templates that write tools."""
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names under which a turn has what was thought before it; templates read one or the other."""
@@ -46,11 +57,17 @@ def template_file(name: str) -> Path:
     Raises:
         UserError: there is neither.
     """
-    if name in shipped_templates():
+    shipped = shipped_templates()
+    if name in shipped:
         return _SHIPPED / f"{name}.jinja"
     path = user_path(name)
     if not path.is_file():
-        raise UserError(f"task.template: no file {name!r}; name a file of Jinja text, or {shipped_templates()[0]!r}")
+        near = difflib.get_close_matches(path.name, [AUTO, *shipped], n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"task.template: no file {name!r}{meant}; name a file of Jinja text, {AUTO} (the tokenizer's own), or one "
+            f"that ships: {', '.join(shipped)}"
+        )
     return path
 
 
@@ -68,29 +85,120 @@ def template_text(name: str) -> str:
 
 
 def template_record(task: Chat) -> dict[str, str] | None:
-    """`path, sha256` of the template that the task names, for a manifest; None where it is the tokenizer's own."""
-    if task.template is None:
+    """`path, sha256` of the template that the task names, for a manifest; None for `auto`."""
+    if task.template == AUTO:
         return None
     digest = hashlib.sha256(template_text(task.template).encode()).hexdigest()
     return {"path": task.template, "sha256": digest}
+
+
+def resolved_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`name`, or the shipped template for base models where it is `auto` and the tokenizer has none of its own."""
+    return FOR_BASES if name == AUTO and not tokenizer.chat_template else name
+
+
+def template_line(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Which template is in use and why, for a person; name: as the recipe has it."""
+    found = resolved_template(name, tokenizer)
+    if found == AUTO:
+        return "chat template: the tokenizer's own"
+    if name == AUTO:
+        return (
+            f"chat template: {found}, as the tokenizer has none: <|user|> and <|assistant|> in plain text, answers end "
+            f"with {tokenizer.eos_token!r}; others ship (task.template: {', '.join(shipped_templates())})"
+        )
+    return f"chat template: {found}" + (", in place of the tokenizer's own" if tokenizer.chat_template else "")
+
+
+def with_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
+    """The Jinja text with `arguments` as what its variables are where nobody sets them."""
+    if not arguments:
+        return text
+    head = "".join(
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
+        for name, value in arguments.items()
+    )
+    return f"{head}\n{text}"  # the line end behind a block is not written (trim_blocks)
+
+
+def _literal(value: Any) -> str:
+    """What JSON can hold, as Jinja writes it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
+    """Make the template and arguments of `task` the tokenizer's own, so that whoever has it asks as in training."""
+    name = resolved_template(task.template, tokenizer)
+    own: Any = tokenizer.chat_template if name == AUTO else template_text(name)
+    texts = own if isinstance(own, dict) else {"": own}
+    texts = {variant: with_arguments(text, task.template_arguments) for variant, text in texts.items()}
+    tokenizer.chat_template = texts if isinstance(own, dict) else texts[""]
 
 
 class ChatTemplate:
     """Writes conversations as `task` and `tokenizer` say."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
-        """Raises UserError: neither the task nor the tokenizer has a template; a template that writes today's date."""
+        """Raises UserError: a template that writes today's date, or ends turns by a token that the tokenizer has not;
+        arguments that it does not read."""
         self.tokenizer = tokenizer
-        self.name = "task.template" if task.template is not None else "the tokenizer's chat template"
-        self._given = template_text(task.template) if task.template is not None else None
-        if self._given is None and not tokenizer.chat_template:
-            raise UserError(
-                "task.template: the backbone's tokenizer has no chat template; name a file of Jinja text, or "
-                f"{shipped_templates()[0]!r}"
-            )
+        name = resolved_template(task.template, tokenizer)
+        self.name = "the tokenizer's chat template" if name == AUTO else "task.template"
+        self._given = None if name == AUTO else template_text(name)
+        self._ships = name if name in shipped_templates() else None
+        self._arguments = task.template_arguments or {}
         self._date = task.date
         self._specials: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self._sources: dict[bool, str] = {}
+        self._keys: dict[str, bool] = {}
+        self._calls_in_text: bool | None = None
+        self.missing = self._missing_tokens()
+        self._check_arguments()
+
+    def _missing_tokens(self) -> tuple[str, ...]:
+        """Control tokens of a shipped template that are none of the tokenizer's, so that it writes them in others."""
+        found = _CONTROL.match(self._given or "")
+        if found is None:
+            return ()
+        missing = tuple(token for token in found[1].split() if not _is_token(self.tokenizer, token))
+        if found[2] in missing:
+            raise UserError(
+                f"task.template: {self._ships} ends a turn with {found[2]!r}, which is no token of the backbone's "
+                f"tokenizer, so that no answer would stop; take {FOR_BASES}, which ends it with "
+                f"{self.tokenizer.eos_token!r}, or a backbone that has it"
+            )
+        return missing
+
+    def reads(self, argument: str) -> bool:
+        """Whether the template reads a variable of this name."""
+        return any(re.search(rf"\b{argument}\b", text) for text in self._texts())
+
+    def _texts(self) -> list[str]:
+        own: Any = self.tokenizer.chat_template if self._given is None else self._given
+        return list(own.values()) if isinstance(own, dict) else [own]
+
+    def _check_arguments(self) -> None:
+        for name in self._arguments:
+            if not self.reads(name):
+                words = {word for text in self._texts() for word in re.findall(r"[A-Za-z_]\w*", text)}
+                near = difflib.get_close_matches(name, words, n=1, cutoff=0.7)
+                raise UserError(
+                    f"task.template_arguments: {self.name} reads no {name!r}"
+                    + (f"; did you mean {near[0]!r}?" if near else "; leave it out")
+                )
+
+    @property
+    def with_tools(self) -> str:
+        """What to do where it writes no tools: a clause that names a shipped template that does; empty if this is
+        one."""
+        if self._ships in _WITH_TOOLS:
+            return ""
+        name = _WITH_TOOLS[0] if _is_token(self.tokenizer, "<|im_end|>") else FOR_BASES
+        return f"; task.template: {name} ships and writes tools"
 
     def tagged(self, tools: Tools) -> bool:
         """Whether the template itself marks what the assistant writes, by {% generation %}."""
@@ -104,8 +212,16 @@ class ChatTemplate:
                 text = self.tokenizer.get_chat_template(self._given, tools)
             except ValueError as error:
                 raise UserError(f"task.template: {str(error).splitlines()[0]}") from error
-            self._sources[known] = self._dated(text)
+            self._sources[known] = self._dated(with_arguments(text, self._arguments))
         return self._sources[known]
+
+    def reads_key(self, key: str) -> bool:
+        """Whether the text names a key of turns; thoughts go under each of their names."""
+        if key not in self._keys:
+            names = "|".join(map(re.escape, THOUGHTS if key in THOUGHTS else (key,)))
+            text = self.source(None) + self.source([{}])
+            self._keys[key] = re.search(rf"(?<!\w)(?:{names})(?!\w)", text) is not None
+        return self._keys[key]
 
     def _dated(self, text: str) -> str:
         """The text with `strftime_now` fixed to `task.date`: otherwise a run resumed tomorrow would read other rows."""
@@ -142,13 +258,38 @@ class ChatTemplate:
     def _render(
         self, messages: Messages, tools: Tools, *, prompt: bool, track: bool
     ) -> tuple[str, list[tuple[int, int]]]:
+        calls = [call for turn in messages for call in turn.get("tool_calls", ())]
+        if not calls or self._calls_in_text:
+            return self._rendered(messages, tools, prompt=prompt, track=track)
+        # Most templates take arguments as an object; others join them to text (DeepSeek), or would write Python's form.
+        objects = [repr(arguments) for call in calls if (arguments := call.get("function", call).get("arguments"))]
+        try:
+            found = self._rendered(messages, tools, prompt=prompt, track=track)
+            if self._calls_in_text is False or not any(one in found[0] for one in objects):
+                self._calls_in_text = False
+                return found
+        except CannotRender:
+            if self._calls_in_text is False:
+                raise
+            self._calls_in_text = True
+            try:
+                return self._rendered(messages, tools, prompt=prompt, track=track)
+            except CannotRender:
+                self._calls_in_text = None
+            raise
+        self._calls_in_text = True
+        return self._rendered(messages, tools, prompt=prompt, track=track)
+
+    def _rendered(
+        self, messages: Messages, tools: Tools, *, prompt: bool, track: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
         from jinja2 import TemplateError, TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
 
         source = self.source(tools)
         try:
             found: Any = render_jinja_template(
-                conversations=[[_under_each_name(turn) for turn in messages]],
+                conversations=[[self._as_read(turn) for turn in messages]],
                 tools=list(tools) if tools else None,
                 chat_template=source,
                 return_assistant_tokens_mask=track,
@@ -159,15 +300,30 @@ class ChatTemplate:
             raise UserError(f"task.template: {self.name} is not valid Jinja (line {error.lineno}: {error})") from error
         except (TemplateError, TypeError, LookupError, AttributeError, ValueError, *_TOO_MUCH) as error:
             said = (str(error).splitlines() or [""])[0]
-            raise CannotRender(f"{self.name} fails on it ({said or type(error).__name__})") from error
+            asks = tools or any(turn["role"] == "tool" or turn.get("tool_calls") for turn in messages)
+            hint = self.with_tools if asks and "tool" in said else ""
+            raise CannotRender(f"{self.name} fails on it ({said or type(error).__name__}){hint}") from error
         (text,), blocks = found
         return text, [(start, end) for start, end in blocks[0]] if track else []
 
+    def _as_read(self, turn: dict[str, Any]) -> dict[str, Any]:
+        """The turn with its thoughts under the names that templates read, as newer versions of transformers do, and
+        arguments of calls as text where the template wants that."""
+        thoughts = thoughts_of(turn)
+        if thoughts is not None:
+            turn = {"thinking": thoughts, **turn, "reasoning_content": thoughts}
+        if self._calls_in_text and turn.get("tool_calls"):
+            turn = copy.deepcopy(turn)
+            for call in turn["tool_calls"]:
+                function = call.get("function", call)
+                if "arguments" in function:
+                    function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+        return turn
 
-def _under_each_name(turn: dict[str, Any]) -> dict[str, Any]:
-    """The turn with its thoughts under the names that templates read, as newer versions of transformers do."""
-    thoughts = thoughts_of(turn)
-    return turn if thoughts is None else {"thinking": thoughts, **turn, "reasoning_content": thoughts}
+
+def _is_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
+    index = tokenizer.convert_tokens_to_ids(token)
+    return index is not None and tokenizer.convert_ids_to_tokens(index) == token
 
 
 def thoughts_of(turn: dict[str, Any]) -> Any:

@@ -74,6 +74,9 @@ class Prompt:
         for where, text in [("text", self.text), *((f"wordings.{n}.text", w.text) for n, w in self.wordings.items())]:
             if text is not None and text.replace("{{", "").count("{label}") != 1:
                 raise UserError(f"prompt: {where} must have {{label}} once, where a candidate stands; it is {text!r}")
+        for labels in (self.labels, *(wording.labels for wording in self.wordings.values())):
+            if bare := [name for name, word in labels.items() if not word.strip()]:
+                raise UserError(f"prompt: the word for {bare[0]!r} is empty; nothing would be ranked")
         for name, wording in self.wordings.items():
             if wording.labels and wording.labels.keys() != self.labels.keys():
                 raise UserError(f"prompt: wordings.{name}.labels must name the classes {', '.join(self.labels)}")

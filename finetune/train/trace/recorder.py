@@ -26,7 +26,8 @@ from ...launch import watchdog
 from ...parallel.engine import Engine
 from ...run_directory import disk_full_interrupts
 from ...seeds import derive
-from ..optimizer import AdapterOptimizer, learning_rate
+from ..optimizer import AdapterOptimizer
+from ..schedule import Schedule
 from .examples import Flipped, Judged, per_example, split_figures
 from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figures, is_factor_a, is_factor_b
 from .files import ABOUT, about, recorded_steps
@@ -150,7 +151,7 @@ class Recorder:
             figures = self._figures(self._recording, progress.step)
         last = progress.step - 1
         stage = self._stage
-        rate = learning_rate(last, steps=stage.train.steps, optimizer=stage.optimizer) if last >= 0 else None
+        rate = Schedule.of(stage.train, stage.optimizer, stage.folder)(last) if last >= 0 else None
         self._run.log_trace(
             stage.name,
             attempt=attempt,

@@ -1,0 +1,458 @@
+"""The check of the rows before step 1 (`data.checks`): compared with one another, and with what is read of them.
+
+It sees each row as it is encoded, once, and holds two hashes and two numbers of it, 28 bytes. Near copies are looked
+for by MinHash signatures, some 700 bytes a row, which lie on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from experiments.data.holdout import SPLITS, Split, folded
+from experiments.data.sources import parts_of
+from experiments.recipe.config import Recipe
+from finetune.config import DataChecks
+from finetune.data.columns import Examples
+from finetune.data.example import Encoded, Example
+from finetune.data.preference import CHOSEN, REJECTED
+from finetune.data.rows import FORMS, PROMPTS, Row
+from finetune.errors import UserError, shortened
+from finetune.seeds import derive
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_EXAMPLES = 10
+"""Examples of a finding that are named."""
+_SHOWN = 12
+"""Classes, columns or keys in one sentence."""
+_SHORTEST = 8
+"""Characters of a prompt from which an answer that begins with it repeats it."""
+_CONTEXT = ("text2", "tools", "system")
+"""Columns that a row may have beside its prompt; other optional ones are answers."""
+_TURN = {"role", "content", "weight", "from", "value"}
+"""Keys by which every turn is read."""
+
+Place = tuple[Split, int]
+"""A split, and the number of an example in it."""
+
+
+@dataclass
+class _Tally:
+    """How often something was found, with the places of examples and what is to be said of each."""
+
+    count: int = 0
+    examples: list[tuple[list[Place], str]] = field(default_factory=list)
+
+    def add(self, *places: Place, what: str = "") -> None:
+        self.count += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append((list(places), what))
+
+
+def _tally(found: Iterable[str]) -> _Tally:
+    tally = _Tally()
+    for what in found:
+        tally.add(what=what)
+    return tally
+
+
+@dataclass
+class _Hashes:
+    """What is known of the rows of a split, in order."""
+
+    keys: array[int] = field(default_factory=lambda: array("q"))
+    """Of the row: of a classifier or regression its text, of others all that it says."""
+    texts: array[int] = field(default_factory=lambda: array("q"))
+    """Of what the model reads; only where there are classes."""
+    labels: array[int] = field(default_factory=lambda: array("i"))
+    """Number of its class, or set of classes; −1: not to be compared."""
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    """Of its first example."""
+
+
+class RowChecks:
+    """Takes the rows of all splits as they are encoded; `close` has what was found."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, wrong: Collection[str] = ()) -> None:
+        """wrong: ids of rows whose label is noise, which says nothing of their text."""
+        self.settings, self.task, self._wrong = recipe.data.checks, recipe.task, frozenset(wrong)
+        task, projector = recipe.task, recipe.adapter.projector
+        self._prompt, optional = task.prompt_columns(), task.optional_columns()
+        own = tuple(name for name in task.columns() if name not in self._prompt)
+        self._read = (*self._prompt, *(name for name in optional if name in _CONTEXT))
+        self._answers = (*own, *(name for name in optional if name not in _CONTEXT))
+        self._all = (*self._read, *self._answers)
+        self._parts = parts_of(recipe.data)
+        self._features = None if projector is None else projector.features
+        off = self.settings.control_tokens == "off"
+        self._control = None if off else _control_tokens(tokenizer)
+        special = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
+        compared = not (task.by_example or task.hides_tokens or tokenizer.unk_token_id in special)
+        self._unknown = tokenizer.unk_token_id if compared else None
+        self._rows: dict[Split, _Hashes] = {split: _Hashes() for split in SPLITS}
+        self._labels: dict[Any, int] = {}
+        self._tallies: dict[str, _Tally] = {}
+        self._in_answers = 0
+        self._unread: dict[str, _Tally] = {}
+        self._known: dict[tuple[Split, int, str], set[str]] = {}
+        self._near = None if self.settings.near == "off" or self._features is not None else _NearCopies()
+
+    def add(self, split: Split, part: int, rows: Sequence[Row], encoded: Encoded, first: int, encoder: Any) -> None:
+        """Take a chunk of rows and what became of it.
+
+        first: examples of the split before these. encoder: of these rows; one of conversations says what it reads.
+        """
+        found: dict[str, list[int]] = {}
+        for number, example in enumerate(encoded.examples):
+            found.setdefault(example.where, []).append(number)
+        usable = [row for row in rows if row.where in found]
+        for row in usable:
+            numbers = found[row.where]
+            place = (split, first + numbers[0])
+            self._row(row, place)
+            if self._unknown is not None and any(_writes(encoded.examples[n], self._unknown) for n in numbers):
+                self._found("unknown_tokens").add(place)
+            if self.settings.unread != "off":
+                self._look_for_unread(row, place, part, encoder)
+        if self._near is not None:
+            names = self._read if self.task.by_example else self._all
+            self._near.add(split, [" ".join(_texts(row, names)) for row in usable])
+
+    def _row(self, row: Row, place: Place) -> None:
+        read, answers = ([folded(text) for text in _texts(row, names)] for names in (self._read, self._answers))
+        held = self._rows[place[0]]
+        held.keys.append(hash(tuple(read) if self.task.by_example else (*read, None, *answers)))
+        held.numbers.append(place[1])
+        if self.task.has_classes:
+            label = None if row.id in self._wrong else row.values.get("label")
+            held.texts.append(hash(tuple(read)))
+            held.labels.append(-1 if label is None else self._labels.setdefault(label, len(self._labels)))
+        if self.task.by_answer and _same(row.values.get(CHOSEN), row.values.get(REJECTED)):
+            self._found("same_answers").add(place)
+        if self._repeats(row, answers):
+            self._found("repeated_prompts").add(place)
+        if self._control is not None:
+            hits = [hit for text in _texts(row, self._all) for hit in self._control.findall(text)]
+            if hits:
+                self._found("control_tokens").add(place, what=repr(hits[0]))
+                self._in_answers += any(self._control.search(text) for text in self._spoken(row))
+
+    def _repeats(self, row: Row, answers: Sequence[str]) -> bool:
+        """Whether an answer begins with its prompt, where the one is written behind the other."""
+        if not (answers and self.task.causal):
+            return False
+        prompts = [folded(text) for name in self._prompt if isinstance(text := row.values.get(name), str)]
+        return any(len(p) >= _SHORTEST and answer.startswith(p) for p in prompts for answer in answers)
+
+    def _spoken(self, row: Row) -> Iterator[str]:
+        """The texts of a row that are supervised."""
+        yield from _texts(row, self._answers if self._answers or self.task.converses else self._read)
+        for turn in _turns(row.values.get("messages")) if self.task.converses else ():
+            if turn.get("role", turn.get("from")) in ("assistant", "gpt"):
+                yield from _leaves(turn)
+
+    def _look_for_unread(self, row: Row, place: Place, part: int, encoder: Any) -> None:
+        which = (place[0], part, row.form)
+        if which not in self._known:
+            self._known[which] = self._columns(*which)
+        for name in row.record.keys() - self._known[which]:
+            if row.record[name] not in _NOTHING:
+                self._unread.setdefault(f"column {shortened(name)!r}", _Tally()).add(place)
+        if not self.task.converses:
+            return
+        lists = [row.values.get(name) for name in self._all if name != "tools"]
+        turns = (turn for value in lists for turn in _turns(value))
+        for key in {key for turn in turns for key, value in turn.items() if value not in _NOTHING} - _TURN:
+            if not encoder.reads_key(key):
+                self._unread.setdefault(f"key {shortened(key)!r} of turns", _Tally()).add(place)
+
+    def _columns(self, split: Split, part: int, form: str) -> set[str]:
+        """The columns of a part's records that something reads."""
+        columns = (self._parts[split] or self._parts["train"])[part].columns
+        names = {getattr(columns, name, name) for name in (*self._all, "id")}
+        forms = PROMPTS if self.task.by_answer else FORMS
+        return {*names, *forms.get(form, ()), self._features or "", "repeat_of"}
+
+    def _found(self, kind: str) -> _Tally:
+        return self._tallies.setdefault(kind, _Tally())
+
+    # ------------------------------------------------------------------------------------------------- all rows at once
+
+    def close(self, train: Examples, names: Sequence[str] | None) -> list[dict[str, Any]]:
+        """What was found, as plain values: `findings` makes sentences of them.
+
+        train: the training examples. names: the classes in head order.
+        """
+        made: list[dict[str, Any]] = []
+
+        def note(kind: str, text: str, tally: _Tally | None, of: int | None = None) -> None:
+            if tally is not None and tally.count and getattr(self.settings, kind) != "off":
+                text = text if of is None else f"{tally.count:,} of {of:,} {text}"
+                made.append({"kind": kind, "text": text, "count": tally.count, "of": of, "examples": tally.examples})
+
+        for split in ("test", "dev"):
+            count = len(self._rows[split].numbers)
+            copied = self._copied(split)
+            note("copies", f"{split} rows are training rows", self._copies(split, copied), count)
+            note("near", f"{split} rows are nearly training rows", self._nearly(split, copied), count)
+        if names is not None:
+            note("conflicts", "texts stand under several classes", *self._conflicts())
+            groups, counts = _alike(names), class_counts(train, names)
+            alike = (
+                f"{sum(map(len, groups)):,} of {len(names):,} classes differ from another only in case, white space "
+            )
+            note("class_names", f"{alike}or Unicode form", _tally(" and ".join(map(ascii, group)) for group in groups))
+            empty = [repr(name) for name in names if not counts[name]]
+            note("empty_classes", f"{len(empty):,} of {len(names):,} classes have no training row", _tally(empty))
+        total = sum(len(rows.numbers) for rows in self._rows.values())
+        learnt = f", {self._in_answers:,} of them in what is supervised" if self._in_answers else ""
+        for kind, text in (
+            ("same_answers", "rows have two answers that say the same"),
+            ("repeated_prompts", "rows have an answer that begins with its prompt, which stands twice"),
+            ("unknown_tokens", "rows have unknown tokens in what is supervised"),
+            ("control_tokens", f"rows have special tokens written out in their text{learnt}"),
+        ):
+            note(kind, text, self._tallies.get(kind), total)
+        unread = sorted(self._unread.items(), key=lambda one: (-one[1].count, one[0]))
+        listed = ", ".join(f"{what} ({tally.count:,} rows)" for what, tally in unread[:_SHOWN])
+        more = f", and {len(unread) - _SHOWN:,} more" if len(unread) > _SHOWN else ""
+        where = [(tally.examples[0][0], what if len(unread) > 1 else "") for what, tally in unread[:_EXAMPLES]]
+        note("unread", f"not read: {listed}{more}", _Tally(len(unread), where))
+        return made
+
+    def _copied(self, split: Split) -> np.ndarray:
+        """For each row of a split (n,) the first training row that it is; −1 for none."""
+        train, own = (np.asarray(self._rows[name].keys, np.int64) for name in ("train", split))
+        if not len(train) or self._features is not None:  # rows of one text may differ in their vectors
+            return np.full(len(own), -1)
+        keys, first = np.unique(train, return_index=True)
+        at = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
+        return np.where(keys[at] == own, first[at], -1)
+
+    def _copies(self, split: Split, copied: np.ndarray) -> _Tally:
+        own, train = self._rows[split].numbers, self._rows["train"].numbers
+        found = np.flatnonzero(copied >= 0)
+        pairs = [(own[row], train[copied[row]]) for row in found[:_EXAMPLES].tolist()]
+        return _Tally(len(found), [([(split, one), ("train", other)], "") for one, other in pairs])
+
+    def _nearly(self, split: Split, copied: np.ndarray) -> _Tally | None:
+        if self._near is None:
+            return None
+        own, train = self._rows[split].numbers, self._rows["train"].numbers
+        tally = _Tally()
+        for row, other, similarity in self._near.pairs(split):
+            if copied[row] < 0:
+                tally.add((split, own[row]), ("train", train[other]), what=f"similarity about {similarity:.2f}")
+        return tally
+
+    def _conflicts(self) -> tuple[_Tally, int]:
+        """Texts with several classes, over all splits, and how many texts there are."""
+        held = self._rows.values()
+        texts, labels, numbers = (
+            np.concatenate([np.asarray(getattr(rows, name), np.int64) for rows in held])
+            for name in ("texts", "labels", "numbers")
+        )
+        split = np.repeat(np.arange(len(SPLITS)), [len(rows.numbers) for rows in held])
+        kept = np.flatnonzero(labels >= 0)
+        order = kept[np.lexsort((kept, texts[kept]))]
+        texts, labels, names = texts[order], labels[order], list(self._labels)
+        starts = np.flatnonzero(np.append(True, texts[1:] != texts[:-1])) if len(texts) else order
+        ends = np.append(starts[1:], len(texts))
+        mixed = [f.reduceat(labels, starts) if len(texts) else labels for f in (np.minimum, np.maximum)]
+        found = np.flatnonzero(mixed[0] != mixed[1])
+        tally = _Tally(len(found))
+        for start, end in zip(starts[found][:_EXAMPLES].tolist(), ends[found].tolist(), strict=False):
+            other = start + int(np.argmax(labels[start:end] != labels[start]))
+            places = [(SPLITS[split[order[at]]], int(numbers[order[at]])) for at in (start, other)]
+            tally.examples.append((places, " and ".join(repr(names[labels[at]]) for at in (start, other))))
+        return tally, len(starts)
+
+
+# ---------------------------------------------------------------------------------------------------- what a row says
+
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
+
+
+def _texts(row: Row, names: Iterable[str]) -> Iterator[str]:
+    """The texts in these columns, those in lists and objects one by one."""
+    for name in names:
+        yield from _leaves(row.values.get(name))
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _leaves(one)
+    elif value is not None:
+        yield str(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two answers, texts or turns, say the same."""
+    return one is not None and [folded(text) for text in _leaves(one)] == [folded(text) for text in _leaves(other)]
+
+
+def _turns(value: Any) -> Iterator[Mapping[str, Any]]:
+    """The turns in a column, which may hold a list, one turn, or the JSON text of a list."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return
+    for turn in value if isinstance(value, list) else [value]:
+        if isinstance(turn, Mapping):
+            yield turn
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Finds special tokens in a text, as the tokenizer does."""
+    added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
+    special = {text for text in (*added, *map(str, tokenizer.all_special_tokens)) if text.strip()}
+    return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
+
+
+def _writes(example: Example, token: int) -> bool:
+    """Whether a token is among those that are supervised."""
+    return any(isinstance(labels, list) and token in labels for labels in (example.labels, example.rejected_labels))
+
+
+# ------------------------------------------------------------------------------------------------------------- classes
+
+
+def class_counts(train: Examples, names: Sequence[str]) -> dict[str, int]:
+    """Training rows of each class, in head order."""
+    several = train.column("classes")
+    if several is not None:
+        counts = several.sum(axis=0)
+    else:
+        own = train.column("class")
+        own = train.column("gold") if own is None else own
+        counts = np.bincount(own if own is not None else [], minlength=len(names))
+    return dict(zip(names, map(int, counts), strict=False))
+
+
+def _alike(names: Sequence[str]) -> list[list[str]]:
+    """Groups of classes whose names are equal but for case, white space and Unicode form."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(folded(name).casefold(), []).append(name)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+# --------------------------------------------------------------------------------------------------------- near copies
+
+
+class _NearCopies:
+    """Pairs of rows with an estimated Jaccard similarity above a threshold, between a split and the training rows."""
+
+    def __init__(self) -> None:
+        from selection.hygiene.config import NearDuplicates
+        from selection.hygiene.minhash import MinHasher, bands_for
+        from selection.hygiene.shingles import Shingler
+
+        how = NearDuplicates()
+        self.threshold = how.threshold
+        self.bands, self.rows = bands_for(how.threshold, how.permutations, how.recall)
+        self._shingler, self._hasher = Shingler(how.unit, how.size), MinHasher(how.permutations, derive(0, "near"))
+        self._permutations = how.permutations
+        self._signatures: dict[Split, Any] = {}
+        self._bands: dict[Split, list[Any]] = {}
+
+    def add(self, split: Split, texts: Sequence[str]) -> None:
+        """Take the next rows of a split."""
+        from selection.hygiene.duplicates import normalise
+        from selection.hygiene.minhash import band_keys
+        from selection.hygiene.store import Growing
+
+        if split not in self._signatures:
+            self._signatures[split] = Growing(np.uint32)
+            self._bands[split] = [Growing(np.uint64) for _ in range(self.bands)]
+        signatures = self._hasher.signatures(*self._shingler([normalise(text) for text in texts]))
+        self._signatures[split].append(signatures.T.ravel())
+        for band, keys in zip(self._bands[split], band_keys(signatures, self.bands, self.rows), strict=True):
+            band.append(keys)
+
+    def pairs(self, split: Split) -> Iterator[tuple[int, int, float]]:
+        """Each row of a split that is nearly a training row, that row, and their similarity; the first with its key in
+        a band stands for the others."""
+        if split not in self._signatures or "train" not in self._signatures:
+            return
+        own, train = (self._signatures[name].array().reshape(-1, self._permutations) for name in (split, "train"))
+        best, similarity = np.full(len(own), -1), np.zeros(len(own))
+        for mine, others in zip(self._bands[split], self._bands["train"], strict=True):
+            keys, first = np.unique(others.array(), return_index=True)
+            at = np.minimum(np.searchsorted(keys, mine.array()), len(keys) - 1)
+            for row in np.flatnonzero(keys[at] == mine.array()).tolist():
+                other = int(first[at[row]])
+                alike = float((own[row] == train[other]).mean())
+                if alike > similarity[row]:
+                    best[row], similarity[row] = other, alike
+        for row in np.flatnonzero(similarity >= self.threshold).tolist():
+            yield row, int(best[row]), float(similarity[row])
+
+
+# ----------------------------------------------------------------------------------------------------------- reporting
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one kind of check found."""
+
+    kind: str
+    """The setting of `data.checks`."""
+    text: str
+    """The sentence, with its count."""
+    count: int
+    of: int | None
+    """Rows that were looked at; None where any finding counts."""
+    examples: tuple[str, ...]
+    """`file:line` of some, and what is there."""
+
+    def __str__(self) -> str:
+        first = f": {self.examples[0]}" if self.examples else ""
+        return f"{self.text}{first}"
+
+
+def findings(noted: Iterable[Mapping[str, Any]], splits: Mapping[Split, Examples]) -> tuple[Finding, ...]:
+    """What `RowChecks.close` noted, with the places as `file:line`."""
+
+    def shown(places: Iterable[Place], what: str) -> str:
+        where = " and ".join(dict.fromkeys(splits[split][number].where for split, number in places))
+        return ": ".join(filter(None, [where, what]))
+
+    return tuple(
+        Finding(one["kind"], one["text"], one["count"], one["of"], tuple(shown(*each) for each in one["examples"]))
+        for one in noted
+    )
+
+
+def refuse(found: Iterable[Finding], settings: DataChecks) -> None:
+    """Raise UserError for what `data.checks` refuses."""
+    refused = [
+        one
+        for one in found
+        if getattr(settings, one.kind) == "refuse" and (one.of is None or one.count > settings.most * one.of)
+    ]
+    if refused:
+        first, *more = dict.fromkeys(one.kind for one in refused)
+        counted = "" if refused[0].of is None else f"; data.checks.most is {settings.most:g}"
+        also = f" (and {len(more)} more kinds: {more[0]}, …)" if len(more) > 1 else f" (and {more[0]})" if more else ""
+        raise UserError(f"{refused[0]}{counted}; mend the rows, or set data.checks.{first}: warn{also}")
+
+
+def class_line(counts: Mapping[str, int], *, whole: bool = False) -> str:
+    """The classes with their training rows, the first of many unless `whole`."""
+    shown = list(counts.items())[: None if whole else _SHOWN]
+    more = f", and {len(counts) - len(shown):,} more" if len(counts) > len(shown) else ""
+    listed = ", ".join(f"{shortened(name)!r} {count:,}" for name, count in shown)
+    return f"{len(counts):,} classes, with their training rows: {listed}{more}"

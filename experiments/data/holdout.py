@@ -1,0 +1,126 @@
+"""Rows set apart for judging: copies of one text go to one side, and each side has its share of every class.
+
+The draw depends on the rows alone, on no seed and no task of the run, so that a selection for some rows sets the same
+apart as a training on them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import unicodedata
+from array import array
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from finetune.config import Columns
+from finetune.data.rows import Row, canonical_label
+from finetune.errors import UserError
+from finetune.seeds import derive, numpy_generator
+
+Split = Literal["train", "dev", "test"]
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+_FREQUENT = 1 / 20
+"""Share of the rows above which one text is set apart last: it would be most of what is judged."""
+
+_FEWEST = 5
+"""Texts of a class, on average, from which on classes are looked at."""
+
+
+def folded(text: str) -> str:
+    """The text in Unicode's form NFKC, with single blanks for white space."""
+    return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).split())
+
+
+class RowKeys:
+    """The rows as the draw knows them, in order: 16 bytes for each."""
+
+    def __init__(self) -> None:
+        self.texts, self.classes = array("q"), array("q")
+        self._numbers: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def add(self, row: Row, columns: Columns) -> None:
+        """Note the next row; columns: those that it was read by."""
+        digest = hashlib.blake2b(_content(row, columns), digest_size=8).digest()
+        self.texts.append(int.from_bytes(digest, "big", signed=True))
+        try:
+            name = canonical_label(row.record.get(columns.label))
+        except ValueError:
+            name = ""
+        self.classes.append(self._numbers.setdefault(name, len(self._numbers)))
+
+
+def _content(row: Row, columns: Columns) -> bytes:
+    """The text of a row, or pair of texts, else its conversation, else all that is neither its name nor its class;
+    compatible characters (NFKC) and white space are one."""
+    values = row.values
+    if isinstance(values.get("text"), str):
+        second = values.get("text2")
+        found = values["text"] if second is None else [values["text"], second]
+    elif "messages" in values:
+        found = values["messages"]
+    else:
+        found = {key: value for key, value in row.record.items() if key not in (columns.id, columns.label)}
+    text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)
+    return folded(text).encode("utf-8", "surrogatepass")
+
+
+def set_apart(
+    keys: RowKeys, share: float, splits: Sequence[Split] = SPLITS[1:]
+) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
+    """Of the rows the places that stay, and those that each of `splits` gets: about `share` of them, one at least.
+
+    The draw is the same for every run. With fewer splits or a smaller share, all that is set apart is among what more
+    would set apart. Raises UserError where no text would be left to train on.
+    """
+    total = len(keys)
+    if not share or not splits:
+        return np.arange(total), {}
+    _, first, group = np.unique(np.asarray(keys.texts), return_index=True, return_inverse=True)
+    sizes, classes = np.bincount(group), np.asarray(keys.classes)[first]
+    if _FEWEST * len(np.unique(classes)) > len(first):  # names or figures rather than classes
+        classes = np.zeros_like(classes)
+    turn = np.empty(total, dtype=np.int64)
+    turn[numpy_generator(derive(0, "holdout"), "limit").permutation(total)] = np.arange(total)
+    order = np.lexsort((turn[first], _within(classes, turn[first], sizes), sizes > max(1, _FREQUENT * total)))
+    wanted = len(splits) * max(1, round(share * total))
+    count = max(int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1, len(splits))
+    if count >= len(order):
+        raise UserError(
+            f"data.holdout: {share:g} of {total} rows with {len(order)} different texts leaves none to train on; give "
+            "more rows, or a smaller share"
+        )
+    owner = _dealt(order[:count], classes, first, sizes, splits)[group]
+    taken = {split: np.flatnonzero(owner == number) for number, split in enumerate(splits, start=1)}
+    return np.flatnonzero(owner == 0), taken
+
+
+def _within(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """How far through the rows of its class each group stands, from 0 to 1: what is below a bound is that share of
+    every class."""
+    order = np.lexsort((turn, classes))
+    ends = np.cumsum(sizes[order])
+    totals = np.bincount(classes, weights=sizes)
+    before = np.concatenate([[0], np.cumsum(totals)])[classes[order]]
+    found = np.empty(len(sizes))
+    found[order] = (ends - sizes[order] / 2 - before) / totals[classes[order]]
+    return found
+
+
+def _dealt(
+    chosen: np.ndarray, classes: np.ndarray, first: np.ndarray, sizes: np.ndarray, splits: Sequence[Split]
+) -> np.ndarray:
+    """For each group the number of its split, from 1; 0 for those that stay. Class by class in the rows' order, each to
+    the split with the fewest rows; test has the first of them."""
+    owner = np.zeros(len(sizes), dtype=np.int8)
+    rows = [0] * len(splits)
+    for one in chosen[np.lexsort((first[chosen], classes[chosen]))].tolist():
+        number = min(range(len(splits)), key=lambda split: (rows[split], -split))
+        rows[number] += int(sizes[one])
+        owner[one] = number + 1
+    return owner

@@ -1,0 +1,62 @@
+"""No text is chosen twice: records that say the same as one chosen before give way to the next in rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.select.pool import Sides
+from selection.hygiene.duplicates import normalise
+from selection.methods.base import Selector
+from selection.methods.domains import DomainsSelector
+
+_BLOCK = 4096
+
+
+class Copies(NamedTuple):
+    """Records that gave way, and those that could not, for want of another text."""
+
+    passed: int = 0
+    left: int = 0
+
+
+def without_copies(selector: Selector, sides: Sides, chosen: np.ndarray) -> tuple[np.ndarray, Copies]:
+    """`chosen` rows of the pool with those that repeat the text of one before them (but for case, blanks and Unicode
+    form) replaced by the next in rank, of their own domain where the budget is shared out among domains.
+
+    Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text.
+    """
+    rows = sides.pool.rows
+    shared = sides.domains[0] if isinstance(selector, DomainsSelector) else None
+
+    def domain(row: int) -> str | None:
+        return None if shared is None else shared[row]
+
+    seen: set[str] = set()
+    kept: list[int] = []
+    again: list[int] = []
+    for row, written in zip(chosen.tolist(), rows.take(chosen).texts, strict=True):
+        text = normalise(written)
+        (again if text in seen else kept).append(row)
+        seen.add(text)
+    if not again:
+        return chosen, Copies()
+    wanted = Counter(map(domain, again))
+    order = selector.select(len(selector.scores_))[len(chosen) :]
+    for low in range(0, len(order), _BLOCK):
+        if not wanted.total():
+            break
+        block = order[low : low + _BLOCK]
+        for row, written in zip(block.tolist(), rows.take(block).texts, strict=True):
+            if wanted[domain(row)] and (text := normalise(written)) not in seen:
+                seen.add(text)
+                kept.append(row)
+                wanted[domain(row)] -= 1
+    left = []
+    for row in again:
+        if wanted[domain(row)]:
+            left.append(row)
+            wanted[domain(row)] -= 1
+    return np.array([*kept, *left], dtype=chosen.dtype), Copies(len(again) - len(left), len(left))

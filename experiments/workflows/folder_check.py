@@ -1,0 +1,412 @@
+"""A folder that leaves, compared with the run that it is of: plain transformers and PEFT load it in a process that
+never imports this project, and are asked what the run's own model answers.
+
+Compared are logits on rows of the run, greedy answers to two prompts and where they stop, and the names of classes.
+What memory does not hold in float32 stays in its files, on either side, and is read block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments.recipe.config import Recipe
+from experiments.workflows.build import lay_out
+from experiments.workflows.saved_tokenizer import RunRows, run_rows
+from finetune.atomic import read_object
+from finetune.config import Mesh
+from finetune.data.example import Question
+from finetune.data.inference import Inference
+from finetune.errors import UserError, shortened
+from finetune.lock import scratch
+from finetune.models.backbone import auto_class, open_backbone
+from finetune.seeds import numpy_generator
+
+_ROWS, _TOKENS, _LIKELIEST = 8, 32, 5
+_PROMPTS, _LONGEST = 4, 256
+"""Prompts of a reference, of which the first two are answered, and tokens of each."""
+_ANSWER, _STREAMED_ANSWER = 16, 3
+"""Tokens of a greedy answer, at most: of a model in memory, and of one that is read anew for each."""
+_MEMORY_SHARE = 0.5
+FAR = {False: 0.25, True: 1e-3}
+"""Largest difference of logits, as a share of the largest, that rounding explains: of 16 bits, of 32 and more."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the run's own model answers, in float32."""
+
+    work: Path
+    """Holds its logits and the inputs, as `plain_check` reads them."""
+    inputs: tuple[str, ...]
+    batches: int
+    drawn: bool
+    """On tokens drawn by the seed, as the run's rows are out of reach."""
+    rows: int
+    reference: list[dict[str, Any]]
+    """Of prompts: `text`, `whole` (the tokenizer called with the text makes these tokens), `ids`, `next` (the likeliest
+    next tokens with their log probabilities), and of the first two `answer`, `ended`, `most` (tokens of an answer) and
+    `margins` (of each token of the answer: how far its logit is above the second)."""
+    memory: int | None
+    """Bytes that a model may take; None: it is read whole."""
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """A GGUF file in a folder."""
+
+    file: str
+    architecture: str
+    ends: list[int]
+    """The tokens that it names as the end of an answer."""
+
+
+def alone_in_float32(recipe: Recipe) -> Recipe:
+    """The same run in one process, computed in float32 on the backbone's float weights."""
+    train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None, device="cpu")
+    return dataclasses.replace(recipe, train=train, mesh=Mesh())
+
+
+@contextlib.contextmanager
+def expected(
+    path: Path,
+    recipe: Recipe,
+    labels: tuple[str, ...] | None,
+    rows: RunRows | None,
+    ends: Sequence[int],
+    *,
+    added: Sequence[tuple[Path, float]] = (),
+) -> Iterator[Expected]:
+    """What backbone + adapter answers in float32; its files are gone at the end.
+
+    rows: of the run, whole (`run_rows`); None: out of reach. ends: tokens at which an answer is over. added: other
+    adapters whose changes come on top, and their weights.
+    """
+    from safetensors.torch import save_file
+
+    exact = alone_in_float32(recipe)
+    tokenizer = open_backbone(recipe.backbone).tokenizer
+    memory = None if _fits(recipe) else int(available_memory() * _MEMORY_SHARE)
+    if memory is None and not added:
+        model = lay_out(exact, exact.task, labels, adapter=path / "adapter")[0].model.eval()
+    else:
+        model = streamed(exact, labels, path / "adapter", added=added).eval()
+    drawn = rows is None
+    batches = [drawn_inputs(recipe, tokenizer, model.config)] if drawn else _inputs(exact, labels, tokenizer)
+    device = next(p.device for p in model.parameters() if not p.is_meta)
+    with scratch("flatshift-check-") as work:
+        import torch
+
+        tensors, count = {}, 0
+        with torch.no_grad():
+            for number, batch in enumerate(batches):
+                logits = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.float().cpu()
+                tensors |= {f"{number}.{name}": tensor.contiguous() for name, tensor in batch.items()}
+                tensors[f"{number}.logits"] = logits.contiguous()
+                count += len(logits)
+        save_file(tensors, work / "asked.safetensors")
+        del tensors
+        reference = [] if not recipe.task.writes else _reference(exact, model, tokenizer, rows, ends, memory)
+        del model
+        gc.collect()  # hooks make cycles of it, and the folder's model comes next
+        yield Expected(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
+
+
+def compare(
+    wanted: Expected,
+    recipe: Recipe,
+    labels: tuple[str, ...] | None,
+    folder: Path,
+    *,
+    ends: Sequence[int],
+    exact: bool,
+    adapter: bool = False,
+    gguf: Gguf | None = None,
+) -> dict[str, Any] | None:
+    """What plain transformers makes of `folder` against what the run answers.
+
+    ends: the trained ones, at which plain `generate` has to stop. exact: the weights are in 32 bits. adapter: `folder`
+    is one for PEFT. gguf: its GGUF file, which transformers is to read.
+    Returns `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
+    `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers that are the run's),
+    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding) and `stops`; None
+    where transformers does not read this architecture from GGUF.
+    Raises UserError where they are further apart than rounding explains, or where it does not stop.
+    """
+    task = recipe.task
+    backbone = open_backbone(recipe.backbone)
+    classes = None
+    if task.has_classes and task.by_example and not adapter:
+        classes = "one" if task.one_class else "several"
+    kind, options = auto_class(task, num_labels=None, label_names=labels)
+    own = {name: value for name, value in options.items() if name == "num_labels"} if adapter else {}
+    if adapter and task.by_example:
+        own |= {"num_labels": len(labels) if labels else 1, "ignore_mismatched_sizes": True}
+        own["pad_token_id"] = backbone.tokenizer.pad_token_id
+    asked = {
+        "folder": str(folder.resolve()),
+        "backbone": str(backbone.directory.resolve()) if adapter else None,
+        "gguf": None if gguf is None else dataclasses.asdict(gguf),
+        "auto_class": kind.__name__,
+        "options": own,
+        "memory": wanted.memory,
+        "threads": recipe.train.threads or os.cpu_count() or 1,
+        "inputs": list(wanted.inputs),
+        "batches": wanted.batches,
+        "classes": classes,
+        "ends": list(ends),
+        "pad": backbone.tokenizer.pad_token_id,
+        "start": backbone.decoder_start if task.encoder_decoder else None,
+        "prompts": [
+            {"ids": one["ids"], "most": one["most"]} for one in wanted.reference if "answer" in one
+        ],
+    }  # fmt: skip
+    (wanted.work / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    found = _ask(wanted.work)
+    return None if found["unread"] else _judged(wanted, found, recipe, labels, exact=exact, classes=classes, ends=ends)
+
+
+def _ask(work: Path) -> dict[str, Any]:
+    command = [sys.executable, "-P", str(Path(__file__).with_name("plain_check.py")), str(work)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = shortened(said[-1] if said else f"exit code {done.returncode}", 200)
+        raise UserError(f"plain transformers cannot use what was written: {reason}")
+    found = read_object(work / "found.json")
+    assert not found["ours"], found["ours"]
+    return found
+
+
+def _judged(
+    wanted: Expected,
+    found: dict[str, Any],
+    recipe: Recipe,
+    labels: tuple[str, ...] | None,
+    *,
+    exact: bool,
+    classes: str | None,
+    ends: Sequence[int],
+) -> dict[str, Any]:
+    difference, largest = found["difference"], found["largest"]
+    if not difference <= FAR[exact] * largest:
+        raise UserError(
+            f"plain transformers' logits of what was written differ from backbone + adapter by {difference:.3g} "
+            f"(largest {largest:.3g}), more than rounding explains; hand on the adapter as it is (`flatshift export`)"
+            + ("" if exact else ", or merge with --dtype float32")
+        )
+    same = rounded = 0
+    for one, said in zip(wanted.reference, found["answers"], strict=False):
+        if (said["ids"], said["ended"]) == (one["answer"], one["ended"]):
+            same += 1
+            continue
+        pairs = zip([*one["answer"], None], [*said["ids"], None], strict=False)
+        parts = next(k for k, (a, b) in enumerate(pairs) if a != b)
+        if not one["margins"][min(parts, len(one["margins"]) - 1)] <= 2 * difference:
+            raise UserError(
+                f"plain transformers answers the prompt {shortened(one['text'], 60)!r} with the tokens {said['ids']}"
+                f"{'' if said['ended'] else ', without an end'}, and the run with {one['answer']}"
+            )
+        rounded += 1
+    if found["answers"] and (missed := sorted(set(ends) - set(found["stops"]))):
+        raise UserError(f"plain transformers does not stop at token {missed[0]}, which training ended answers with")
+    other = None
+    if classes is not None:
+        names = list(labels or ())
+        other = sum(said != want for said, want in zip(found["names"], _names(wanted, names, classes), strict=True))
+        if exact and other and difference <= 1e-4 * largest:
+            raise UserError("plain transformers gives rows other classes than the run, or other names of them")
+    return {
+        "max_logit_difference": difference,
+        "largest_logit": largest,
+        "same_tokens": found["same"],
+        "places": found["places"],
+        "rows": wanted.rows,
+        "drawn": wanted.drawn,
+        "other_labels": other,
+        "answers": same,
+        "answers_by_rounding": rounded,
+        "stops": sorted(ends) if found["answers"] else [],
+    }
+
+
+def _names(wanted: Expected, names: list[str], classes: str) -> list[list[str]]:
+    from safetensors import safe_open
+
+    from experiments.workflows.plain_check import chosen
+
+    with safe_open(wanted.work / "asked.safetensors", "pt") as rows:
+        logits = [row for n in range(wanted.batches) for row in rows.get_tensor(f"{n}.logits").tolist()]
+    return [chosen(row, names, several=classes == "several") for row in logits]
+
+
+# ----------------------------------------------------------------------------------------------------- what is asked of
+
+
+def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[dict[str, Any]]:
+    """Of a head's rows one padded batch, as its users make them; of others the first tokens of each row."""
+    examples = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
+    task = recipe.task
+    if task.by_example:
+        return [next(Inference(len(examples), tokenizer.pad_token_id).batches(examples, task)).inputs]
+    batches = [next(Inference(1, tokenizer.pad_token_id).batches([one], task)).inputs for one in examples]
+    return [{name: tensor[:, :_TOKENS] for name, tensor in batch.items()} for batch in batches]
+
+
+def drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """Rows of plain tokens drawn by `train.seed`, for a run whose own are out of reach; all end with the same token, as
+    a head over an encoder-decoder asks for."""
+    import numpy as np
+    import torch
+
+    vocabulary = min(len(tokenizer), config.get_text_config().vocab_size)
+    plain = np.setdiff1d(np.arange(vocabulary), tokenizer.all_special_ids)
+    size = (_ROWS, min(_TOKENS, recipe.train.max_length))
+    ids = torch.from_numpy(numpy_generator(recipe.train.seed, "merge-rows").choice(plain, size))
+    if tokenizer.eos_token_id is not None:
+        ids[:, -1] = tokenizer.eos_token_id
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if recipe.task.encoder_decoder:
+        start = torch.full((_ROWS, 1), open_backbone(recipe.backbone).decoder_start)
+        inputs["decoder_input_ids"] = torch.cat([start, ids[:, :-1]], dim=1)
+    return inputs
+
+
+def _questions(recipe: Recipe, rows: RunRows | None, tokenizer: Any) -> list[Question]:
+    task = recipe.task
+    asked: list[Question] = []
+    if rows is not None:
+        with contextlib.suppress(UserError):
+            asked = task.ask([row for row, _ in rows[:_PROMPTS]], tokenizer, bad_rows="skip")[0]
+    if not asked:
+        asked = task.ask_texts(["some text", "A second, longer one: 1 + 1 ="], tokenizer, raw=True)
+    return [one for one in asked if len(one.ids) <= _LONGEST] or asked[:1]
+
+
+def _reference(
+    recipe: Recipe, model: Any, tokenizer: Any, rows: RunRows | None, ends: Sequence[int], memory: int | None
+) -> list[dict[str, Any]]:
+    import torch
+
+    from finetune.evaluate.generation import Decoding, continue_prompts, lacking_room
+
+    questions = _questions(recipe, rows, tokenizer)
+    task, device = recipe.task, next(p.device for p in model.parameters() if not p.is_meta)
+    start = open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None
+    found: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for one in questions:
+            more = {} if start is None else {"decoder_input_ids": torch.tensor([[start]], device=device)}
+            logits = model(input_ids=torch.tensor([one.ids], device=device), **more).logits[0, -1]
+            likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
+            pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
+            found.append({"text": one.text, "whole": not task.converses, "ids": list(one.ids), "next": dict(pairs)})
+    most = _ANSWER if memory is None else _STREAMED_ANSWER
+    roomy = [k for k, one in enumerate(questions) if lacking_room(model, one.ids, most, apart=bool(start)) is None][:2]
+    answers = continue_prompts(
+        model,
+        [questions[k].ids for k in roomy],
+        Decoding(max_new_tokens=most),
+        Inference(1, tokenizer.pad_token_id, device),
+        end=ends,
+        decoder_start=start,
+    )
+    for place, answer in answers:
+        one = found[roomy[place]]
+        one |= {"answer": answer.ids, "ended": answer.ended, "most": most}
+        one["margins"] = _margins(model, one["ids"], answer.ids, start)
+    return sorted(found, key=lambda one: "answer" not in one)
+
+
+def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None) -> list[float]:
+    """At each token of an answer, and behind it: by how much the likeliest logit is above the second."""
+    import torch
+
+    device = next(p.device for p in model.parameters() if not p.is_meta)
+    ids = prompt if start is not None else [*prompt, *answer]
+    more = {} if start is None else {"decoder_input_ids": torch.tensor([[start, *answer]], device=device)}
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids], device=device), **more).logits[0].float()
+    two = logits[-(len(answer) + 1) :].topk(2).values
+    return (two[:, 0] - two[:, 1]).tolist()
+
+
+# -------------------------------------------------------------------------------------------------------- large models
+
+
+def _fits(recipe: Recipe) -> bool:
+    """Whether half of the free memory holds the backbone in float32."""
+    from finetune.models.safetensors_index import read_index
+
+    entries = read_index(open_backbone(recipe.backbone).directory).values()
+    return 4 * sum(math.prod(entry.shape) for entry in entries) <= available_memory() * _MEMORY_SHARE
+
+
+def streamed(
+    recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, *, added: Sequence[tuple[Path, float]] = ()
+) -> Any:
+    """Backbone + adapter in float32, whose frozen weights stay in their files until the block that they are of runs.
+
+    added: other adapters whose changes come on top of the frozen weights, and their weights.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from experiments.workflows.plain_check import stream
+    from finetune.adapters.adapter import read_adapter
+    from finetune.adapters.merge import read_changes
+    from finetune.models.meta import build_skeleton
+    from finetune.models.weight_names import canonical, read_weight
+
+    skeleton: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
+    checkpoint = skeleton.checkpoint
+    read = read_weight(skeleton)
+    changes = [(read_changes(skeleton, folder)[0], weight) for folder, weight in added]
+    config: Any = LoraConfig.from_pretrained(str(adapter))
+    model: Any = get_peft_model(skeleton, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    tensors = read_adapter(adapter)
+    with torch.no_grad():
+        for full, _ in model.named_parameters():
+            name = canonical(full)
+            if name in tensors and ".original_module." not in full:
+                owner, _, leaf = full.rpartition(".")
+                value = torch.nn.Parameter(tensors[name].float(), requires_grad=False)
+                model.get_submodule(owner)._parameters[leaf] = value
+        for full, buffer in model.named_buffers():
+            if canonical(full) in checkpoint.keys:
+                buffer.copy_(read(canonical(full)))
+
+    def changed(full: str) -> Any:
+        name = canonical(full)
+        value = read(name).float()
+        for change, weight in ((found[name], weight) for found, weight in changes if name in found):
+            product = weight * change.scale * (change.b @ change.a)
+            value += product.mT if change.transposed else product
+        return value
+
+    stream(model, changed)
+    return model
+
+
+def available_memory() -> int:
+    """Bytes of host memory that are free for this process: of the machine, and of the limit of its control group."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        free = int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        free = min(free, limit - int((group / "memory.current").read_text(encoding="utf-8")))
+    return free

@@ -1,0 +1,250 @@
+"""Ask a folder that leaves what its run would answer: `python -P plain_check.py DIRECTORY`, with plain transformers and
+PEFT, and nothing of this project.
+
+DIRECTORY holds `asked.json` and `asked.safetensors`, which the caller wrote; the answers go to `found.json` there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+OURS = ("experiments", "finetune", "flatshift", "regularizers", "selection")
+
+
+def main(directory: str) -> None:
+    """Compare logits row by row, and write: how far they are apart, the classes' names, greedy tokens and their end."""
+    import torch
+    import transformers
+
+    work = Path(directory)
+    asked: dict[str, Any] = json.loads((work / "asked.json").read_text(encoding="utf-8"))
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(asked["threads"])
+    found: dict[str, Any] = {"difference": 0.0, "largest": 0.0, "same": 0, "places": 0, "names": [], "answers": []}
+    found["unread"] = asked["gguf"] is not None and not reads_gguf(asked["gguf"]["architecture"])
+    if not found["unread"]:
+        ask(load(asked, work), asked, work, found)
+    found["ours"] = sorted(set(OURS) & {name.split(".")[0] for name in sys.modules})
+    (work / "found.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def ask(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any]) -> None:
+    """Put into `found` what the model says."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(work / "asked.safetensors", "pt") as rows, torch.no_grad():
+        for number in range(asked["batches"]):
+            named = {name: rows.get_tensor(f"{number}.{name}") for name in asked["inputs"]}
+            wanted, said = rows.get_tensor(f"{number}.logits").float(), model(**named).logits.float()
+            found["difference"] = max(found["difference"], float((said - wanted).abs().max()))
+            found["largest"] = max(found["largest"], float(wanted.abs().max()))
+            found["same"] += int((said.argmax(-1) == wanted.argmax(-1)).sum())
+            found["places"] += said.argmax(-1).numel()
+            if asked["classes"] is not None:
+                names = [model.config.id2label[i] for i in range(said.shape[-1])]
+                found["names"] += [chosen(row, names, several=asked["classes"] == "several") for row in said.tolist()]
+    if asked["prompts"]:
+        found["ends"] = ends_of(model, asked)
+        found["answers"] = [answer(model, prompt, asked, found["ends"]) for prompt in asked["prompts"]]
+        found["stops"] = [end for end in asked["ends"] if stops_at(model, end, asked, found["ends"])]
+
+
+def chosen(logits: list[float], names: list[str], *, several: bool) -> list[str]:
+    """The class of the largest logit, or all those above 0."""
+    if several:
+        return [name for name, logit in zip(names, logits, strict=True) if logit > 0]
+    return [names[max(range(len(logits)), key=logits.__getitem__)]]
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def load(asked: Mapping[str, Any], work: Path) -> Any:
+    """The folder's model in float32, in evaluation mode; larger ones than memory take stay in their files."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, asked["auto_class"])
+    if asked["gguf"] is not None:
+        return kind.from_pretrained(asked["folder"], gguf_file=asked["gguf"]["file"], dtype=torch.float32).eval()
+    where, options = asked["backbone"] or asked["folder"], asked["options"]
+    if asked["memory"] is None:
+        model = kind.from_pretrained(where, dtype=torch.float32, use_safetensors=True, **options)
+    else:
+        model = kind.from_pretrained(
+            where, dtype="auto", use_safetensors=True, device_map="auto", max_memory={"cpu": asked["memory"]},
+            offload_folder=work / "offload", **options,
+        )  # fmt: skip
+        weights = offloaded(model)
+    if asked["backbone"] is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, asked["folder"])
+    if asked["memory"] is not None:
+        stream(model, lambda name: weights(plain(name)))
+    return model.eval()
+
+
+def reads_gguf(architecture: str) -> bool:
+    """Whether transformers reads such a file; it looks for a distribution `gguf`, and the converter brings the package
+    in one of its own."""
+    import importlib.util
+
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    reader.is_gguf_available = lambda *args, **more: True
+    known = architecture in reader.GGUF_SUPPORTED_ARCHITECTURES
+    return known and importlib.util.find_spec("gguf") is not None
+
+
+def plain(name: str) -> str:
+    """A parameter's name in the model that PEFT wraps."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+
+def offloaded(model: Any) -> Callable[[str], Any]:
+    """Reads a weight that transformers left on disk, by its name; accelerate's hooks, which would, are taken off."""
+    import torch
+    from accelerate.hooks import remove_hook_from_module
+
+    places: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        hooks = getattr(module, "_hf_hook", None)
+        for hook in getattr(hooks, "hooks", (hooks,)):
+            if getattr(hook, "weights_map", None) is not None:
+                prefix = f"{name}." if name else ""
+                places |= {prefix + leaf: (hook.weights_map, leaf) for leaf in module._parameters}
+    remove_hook_from_module(model, recurse=True)
+    del model.hf_device_map
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:  # hollow, not on meta: PEFT puts its own where the weights are
+                hollow = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
+                value = hollow if parameter.is_meta else parameter.detach().float()
+                module._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
+    return lambda name: places[name][0][places[name][1]]
+
+
+def is_hollow(parameter: Any) -> bool:
+    """Whether a parameter has no values of its own."""
+    return bool(parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
+
+
+def stream(model: Any, read: Callable[[str], Any]) -> None:
+    """Have the hollow parameters read by their names while the block runs that they are of, and no longer."""
+    from torch import nn
+
+    def hold(module: Any, hollow: list[tuple[Any, str, str, Any]]) -> None:
+        def fill(*_: Any) -> None:
+            for owner, leaf, name, empty in hollow:
+                owner._parameters[leaf] = nn.Parameter(read(name).to(empty.dtype), requires_grad=False)
+
+        def drop(*_: Any) -> None:
+            for owner, leaf, _name, empty in hollow:
+                owner._parameters[leaf] = empty
+
+        module.register_forward_pre_hook(fill)
+        module.register_forward_hook(drop)
+
+    for name, module, inner in blocks(model):
+        owners = module.named_modules(prefix=name) if inner else [(name, module)]
+        hollow = [
+            (owner, leaf, f"{place}.{leaf}" if place else leaf, parameter)
+            for place, owner in owners
+            for leaf, parameter in owner._parameters.items()
+            if parameter is not None and is_hollow(parameter) and "original_module" not in place
+        ]
+        if hollow:
+            hold(module, hollow)
+
+
+def blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
+    """(name, module, with what is inside) of the modules that are filled at once: the members of module lists, and
+    what has none inside; of the others only their own parameters."""
+    from torch import nn
+
+    seen: set[int] = set()
+
+    def walk(name: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if not any(isinstance(inside, nn.ModuleList) for inside in module.modules()):
+            yield name, module, True
+            return
+        yield name, module, False
+        for child, inside in module.named_children():
+            place = f"{name}.{child}" if name else child
+            if isinstance(inside, nn.ModuleList):
+                for number, member in enumerate(inside):
+                    yield f"{place}.{number}", member, True
+            else:
+                yield from walk(place, inside)
+
+    yield from walk("", model)
+
+
+# ---------------------------------------------------------------------------------------------------------- generating
+
+
+def ends_of(model: Any, asked: Mapping[str, Any]) -> list[int]:
+    """The tokens at which `generate` ends with the folder's own settings."""
+    import transformers
+
+    settings = model.generation_config
+    if asked["backbone"] is not None:
+        settings = transformers.GenerationConfig.from_pretrained(asked["folder"])
+    if asked["gguf"] is not None:
+        return list(asked["gguf"]["ends"])
+    ends = settings.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def generate(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **how: Any) -> list[int]:
+    """What `generate` writes behind a prompt, tokens."""
+    import torch
+
+    ids = torch.tensor([prompt["ids"]])
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **how)[0]
+    written: list[int] = out[1 if asked["start"] is not None else len(prompt["ids"]) :].tolist()
+    return written
+
+
+def answer(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends: list[int]) -> dict[str, Any]:
+    """The greedy answer, without the token that ends it, and whether one did. Of the folder's settings only those of
+    the end hold: a run asks for no penalties and forces no tokens."""
+    import transformers
+
+    base = model.get_base_model() if asked["backbone"] is not None else model
+    before = base.generation_config
+    base.generation_config = how = transformers.GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=asked["pad"], decoder_start_token_id=asked["start"],
+        max_new_tokens=prompt["most"], do_sample=False, use_cache=True,
+    )  # fmt: skip
+    tokens = generate(model, prompt, asked, generation_config=how)
+    base.generation_config = before
+    stop = next((k for k, token in enumerate(tokens) if token in ends), None)
+    return {"ids": tokens[:stop], "ended": stop is not None}
+
+
+def stops_at(model: Any, end: int, asked: Mapping[str, Any], ends: list[int]) -> bool:
+    """Whether `generate`, by the folder's settings, goes no further than `end`, which it is made to write first."""
+
+    def force(ids: Any, scores: Any) -> Any:
+        scores[:] = -1e9
+        scores[:, end] = 0.0
+        return scores
+
+    own = {} if asked["backbone"] is None and asked["gguf"] is None else {"eos_token_id": ends}
+    how = {"do_sample": False, "max_new_tokens": 2, "pad_token_id": asked["pad"], "logits_processor": [force], **own}
+    return generate(model, asked["prompts"][0], asked, **how) == [end]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""The learning rate of every update of a stage, also of one that trains on after its end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..atomic import read_object
+from ..config import Extend, Optimizer, Train
+from ..digests import DONE
+
+
+def learning_rate(step: int, *, steps: int, optimizer: Optimizer) -> float:
+    """Learning rate of the update from `step` to `step + 1` (0 ≤ step < steps).
+
+    The first w = round(warmup · steps) updates rise linearly, lr · (step + 1)/(w + 1). Then, with
+    p = (step − w)/(steps − w), `cosine` is lr · (1 + cos πp)/2, `linear` is lr · (1 − p), `constant` stays; zero would
+    come right after the last update.
+    """
+    rise = min(round(optimizer.warmup * steps), steps - 1)
+    if step < rise:
+        return optimizer.lr * (step + 1) / (rise + 1)
+    progress = (step - rise) / max(steps - rise, 1)
+    if optimizer.schedule == "cosine":
+        return optimizer.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+    if optimizer.schedule == "linear":
+        return optimizer.lr * (1.0 - progress)
+    return optimizer.lr
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rates by the number of updates made before; a call is `learning_rate`."""
+
+    optimizer: Optimizer
+    steps: int
+    extend: Extend = "stretch"
+    begin: int = 0
+    """Updates of the training that ended and goes on; 0: none did."""
+    planned: int = 0
+    """Updates that it was to make: more than `begin` where it stopped early."""
+    end: float = 0.0
+    """The rate of its last update."""
+
+    @classmethod
+    def of(cls, train: Train, optimizer: Optimizer, folder: Path) -> Schedule:
+        """Of a stage whose own files are in `folder`."""
+        record = read_object(folder / DONE) if (folder / DONE).is_file() else {}
+        if not record.get("steps") or record["target_steps"] == train.steps:
+            return cls(optimizer, train.steps)
+        begin, planned = record["steps"], record["target_steps"]
+        end = record.get("lr", learning_rate(begin - 1, steps=planned, optimizer=optimizer))
+        return cls(optimizer, train.steps, train.extend, begin, planned, end)
+
+    def __call__(self, step: int) -> float:
+        if self.extend == "stretch" or not self.begin:
+            return learning_rate(step, steps=self.steps, optimizer=self.optimizer)
+        if step < self.begin:
+            return learning_rate(step, steps=self.planned, optimizer=self.optimizer)
+        if self.extend == "keep-end":
+            return self.end
+        return learning_rate(step - self.begin, steps=self.steps - self.begin, optimizer=self.optimizer)
+
+    def line(self) -> str:
+        """What becomes of the rate where training goes on, for a person."""
+        meaning = {
+            "stretch": f"that of a run of {self.steps:,} updates",
+            "rewarm": "by a schedule of their own",
+            "keep-end": "as it ended",
+        }
+        return (
+            f"learning rate: it ended at {self.end:.3g}; updates {self.begin + 1:,} to {self.steps:,} go from "
+            f"{self(self.begin):.3g} to {self(self.steps - 1):.3g}, {meaning[self.extend]} "
+            f"(train.extend: {self.extend})"
+        )

@@ -1,0 +1,177 @@
+"""Training rows of the user's own: no sample judges them, a part of them does; `--data` names them in every command."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import flatshift
+from experiments.data.splits import read_splits
+from experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe
+from flatshift.cli import run
+from tests.data_models import write_jsonl
+
+FAST = ["--train.steps", "1", "--train.batch_size", "4", "--train.max_length", "24", "--train.eval_every", "0"]
+FAST += ["--eval.bootstrap", "20", "--train.peak_tflops", "1", "--train.precision", "fp32"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Sixty requests of three classes, of 3 : 1 : 1."""
+    monkeypatch.chdir(tmp_path)
+    classes = ("pay", "pay", "pay", "card", "lost")
+    write_jsonl(
+        tmp_path / "rows.jsonl", [{"text": f"request {i} of {i * 7}", "label": classes[i % 5]} for i in range(60)]
+    )
+    return "rows.jsonl"
+
+
+def judged(name: str, *overrides: tuple[str, object], of: str = "rows.jsonl") -> tuple[int, int, float]:
+    """Files of dev and test, and the share that is held out."""
+    data = load_recipe(
+        name, [from_override("data.train.files", of), *(from_override(*one) for one in overrides)]
+    ).recipe.data
+    return len(data.dev.files), len(data.test.files), data.holdout
+
+
+def test_naming_train_files_empties_the_recipes_sample(rows: str, tmp_path: Path) -> None:
+    assert judged("classify") == judged("chat") == judged("double-descent") == (0, 0, 0.1)
+    assert judged("classify", ("data.holdout", 0.2)) == (0, 0, 0.2)
+    assert judged("classify", ("data.holdout", 0)) == (0, 0, 0)
+    assert judged("classify", ("data.test.files", rows)) == (0, 1, 0), (
+        "a file to judge by was named, so none is held out"
+    )
+    assert judged("classify", ("data.dev.files", "[]"), ("data.test.files", "[]")) == (0, 0, 0)
+    assert judged("classify", ("data.test.files", "sample:banking/test"), ("data.holdout", 0.2)) == (0, 1, 0.2)
+    assert judged("classify", of="sample:banking/train") == (1, 1, 0), "the recipe's own"
+    assert judged("classify", of="sample:snli/train") == (0, 0, 0.1)
+    assert judged("double-descent-steps") == (0, 0, 0.1) and judged("training-bump") == (0, 0, 0.05), (
+        "their own holdout"
+    )
+
+
+def test_so_does_every_layer_that_can_name_them(rows: str, tmp_path: Path) -> None:
+    mine, over = tmp_path / "mine.yaml", {"data.train.files": [rows]}
+    mine.write_text("extends: classify\ndata: {train: {files: [rows.jsonl]}}\n", encoding="utf-8")
+    found = [load_recipe(str(mine)), flatshift.load_recipe("classify", over)]
+    assert all((one.recipe.data.dev.files, one.recipe.data.holdout) == ((), 0.1) for one in found)
+    assert found[0].origins["data.holdout"].endswith("mine.yaml:2 names rows of your own")
+    mixed = "extends: language-model\ndata: {train: {sources: {a: {files: [rows.jsonl]}}}}\n"
+    mine.write_text(mixed, encoding="utf-8")
+    data = load_recipe(str(mine)).recipe.data
+    assert (data.train.files, data.test.files, data.holdout) == ((), (), 0.1)
+    mine.write_text(
+        "extends: classify\ndata: {train: {files: [a]}, dev: {files: [b]}, test: {files: [c]}}\n", encoding="utf-8"
+    )
+    assert judged(str(mine)) == (1, 1, 0), "what the user's own recipe names stays beside other rows"
+
+
+def test_a_tenth_is_held_out_by_class_and_the_run_says_so(
+    rows: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    assert run(["train", "classify", "--data", rows, "--out", "own", *FAST]) == 0
+    said = capsys.readouterr().err
+    assert "data.holdout: 0.1 for dev and as much for test (--data names rows of your own)" in said
+    written = (tmp_path / "own" / "recipe.resolved.yaml").read_text(encoding="utf-8")
+    assert "holdout: 0.1  # --data names rows of your own" in written
+    splits = read_splits(resume_recipe(tmp_path / "own").recipe)
+    counts = [Counter(row.values["label"] for row in part) for part in (splits.train, splits.dev, splits.test)]
+    assert [sum(count.values()) for count in counts] == [48, 6, 6]
+    assert all(3 <= count["pay"] <= 4 for count in counts[1:]) and all(
+        count["card"] and count["lost"] for count in counts
+    )
+    again = flatshift.train("classify", "api", overrides={"data.train.files": [rows], "train.steps": 1}, quiet=True)
+    assert again.recipe.data == resume_recipe(tmp_path / "own").recipe.data
+
+
+def test_copies_of_one_text_go_to_one_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies after Unicode's NFKC and folded blanks; read at once or streamed, with whatever labels."""
+    spelt = ("text {} of ﬁve", "text  {} of five", "text {} of\tfive", "text {} of five ")
+    records = [{"text": spelt[i // 20].format(i % 20), "label": "ab"[(i // 3) % 2]} for i in range(80)]
+    path = str(write_jsonl(tmp_path / "copies.jsonl", records))
+    recipe = load_recipe("classify", [from_override("data.train.files", path)]).recipe
+    splits = read_splits(recipe)
+    number = [{row.values["text"].split()[1] for row in part} for part in (splits.train, splits.dev, splits.test)]
+    assert [len(part) for part in (splits.train, splits.dev, splits.test)] == [64, 8, 8]
+    assert [len(numbers) for numbers in number] == [16, 2, 2] and len(set().union(*number)) == 20
+    from experiments.data import encode
+    from experiments.data.splits import prepare
+
+    read = prepare(recipe)
+    monkeypatch.setattr(encode, "IN_MEMORY", 0)
+    streamed = prepare(recipe)
+    assert all(getattr(read, split) == getattr(streamed, split) for split in ("train", "dev", "test"))
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [
+            {"messages": [{"role": "user", "content": f"q{i % 10}"}, {"role": "assistant", "content": "a"}]}
+            for i in range(40)
+        ],
+        [{"prompt": f"q{i % 10}", "chosen": "yes", "rejected": "no", "id": str(i)} for i in range(40)],
+        [{"text": "one premise", "text2": f"claim {i % 10}", "label": "ab"[i % 2]} for i in range(40)],
+    ],
+    ids=["chat", "preference", "pairs"],
+)
+def test_copies_are_known_in_every_form_of_rows(records: list[dict], tmp_path: Path) -> None:
+    path = str(write_jsonl(tmp_path / "rows.jsonl", records))
+    name = "chat" if "messages" in records[0] else "preference" if "chosen" in records[0] else "classify"
+    splits = read_splits(load_recipe(name, [from_override("data.train.files", path)]).recipe)
+    places = [
+        {int(row.where.rpartition(":")[2]) % 10 for row in part} for part in (splits.train, splits.dev, splits.test)
+    ]
+    assert [len(numbers) for numbers in places] == [8, 1, 1] and len(set().union(*places)) == 10
+
+
+def test_too_few_texts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": f"t {i % 2}", "label": "ab"[i % 2]} for i in range(40)]))
+    assert run(["train", "classify", "--data", path, "--out", str(tmp_path / "out")]) == 2
+    assert "data.holdout: 0.1 of 40 rows with 2 different texts leaves none to train on" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_data_is_the_data_of_the_command(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_jsonl(tmp_path / "more.jsonl", [{"text": f"more {i}", "label": "pay"} for i in range(9)])
+    both = ["--data", rows, "more.jsonl"]
+    assert run(["sweep", "classify", *both, "--grid", "adapter.rank=1", "--seeds", "1", "--out", "sweep", *FAST]) == 0
+    assert "--data names rows of your own" in capsys.readouterr().err
+    recipe = load_recipe("sweep/recipe.resolved.yaml").recipe
+    assert [Path(name).name for name in recipe.data.train.files] == [rows, "more.jsonl"] and recipe.data.holdout == 0.1
+    small = ["--draws", "2", "--more", "5", "--train.max_length", "16"]
+    assert run(["forecast", "classify", *both, *small, "--out", "forecast"]) == 0
+    assert "--data names rows of your own" in capsys.readouterr().err
+    for command in ("train", "sweep", "forecast", "plan"):
+        assert run([command, "classify", "--data", rows, "--data.train.files", "more.jsonl", "--out", "none"]) == 2
+        error = capsys.readouterr().err
+        assert "--data rows.jsonl and --data.train.files more.jsonl contradict each other; keep one" in error
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_target_is_set_apart_as_a_run_on_it_is(rows: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_jsonl(tmp_path / "pool.jsonl", [{"text": f"passage {i} of {i * 3}"} for i in range(30)])
+    made = ["select", "--pool", "pool.jsonl", "--target", rows, "--budget", "5", "--method", "random", "--out"]
+    assert run([*made, "picked"]) == 0
+    assert "target: 12 of its 60 rows are set apart" in capsys.readouterr().err
+    recipe = load_recipe("warmup", [from_mapping({"data.train.files": [rows], "data.train.limit": None})])
+    taken = from_mapping({"data.train.files": [rows], "data.train.limit": None, "select": {"from": "picked"}})
+    from experiments.run.console import Console
+    from experiments.select.target import check_target, read_target
+
+    check_target(load_recipe("warmup", [taken]).recipe, ())
+    splits = read_splits(recipe.recipe)
+    manifest = json.loads((tmp_path / "picked" / "manifest.json").read_text(encoding="utf-8"))
+    assert manifest["target"]["apart"] == pytest.approx(0.2)
+    selecting = load_recipe(str(tmp_path / "picked" / "recipe.resolved.yaml")).recipe
+    found, apart = read_target(selecting, Console(quiet=True))
+    assert {row.id for row in apart} == {row.id for row in (*splits.dev, *splits.test)} and len(found.rows) == 48
+    assert run([*made, "whole", "--data.holdout", "0"]) == 0
+    seen = from_mapping({"data.train.files": [rows], "data.train.limit": None, "select": {"from": "whole"}})
+    with pytest.raises(flatshift.UserError, match="set apart for judging"):
+        check_target(load_recipe("warmup", [seen]).recipe, ())
+    write_jsonl(tmp_path / "one.jsonl", [{"text": "a single text"}])
+    assert run([*made[:4], "one.jsonl", *made[5:], "few"]) == 0, "a target too small to divide stays whole"
