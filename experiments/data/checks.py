@@ -22,7 +22,7 @@ from finetune.config import DataChecks
 from finetune.data.columns import Examples
 from finetune.data.example import Encoded, Example
 from finetune.data.preference import CHOSEN, REJECTED
-from finetune.data.rows import FORMS, PROMPTS, Row
+from finetune.data.rows import FORMS, PROMPTS, READ_PAIRS, Row
 from finetune.errors import UserError, shortened
 from finetune.seeds import derive
 
@@ -178,7 +178,7 @@ class RowChecks:
         """The columns of a part's records that something reads."""
         columns = (self._parts[split] or self._parts["train"])[part].columns
         names = {getattr(columns, name, name) for name in (*self._all, "id")}
-        forms = PROMPTS if self.task.by_answer else FORMS
+        forms = {**(PROMPTS if self.task.by_answer else FORMS), **READ_PAIRS}
         return {*names, *forms.get(form, ()), self._features or "", "repeat_of"}
 
     def _found(self, kind: str) -> _Tally:

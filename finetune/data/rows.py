@@ -50,6 +50,10 @@ PAIRS = {
     "text and label": ("text", "label"),
 }
 """Other people's columns that stand for `prompt` and `completion`; `input` or `context` stand below an instruction."""
+READ_PAIRS = {
+    form: (*columns, *(("input", "context") if columns[0] == "instruction" else ())) for form, columns in PAIRS.items()
+}
+"""All columns that a form of `PAIRS` reads."""
 SHARED = "what both answers begin with"
 """The form of pairs without any such column."""
 
