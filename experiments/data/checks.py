@@ -156,7 +156,7 @@ class RowChecks:
         """The texts of a row that are supervised."""
         yield from _texts(row, self._answers if self._answers or self.task.converses else self._read)
         for turn in _turns(row.values.get("messages")) if self.task.converses else ():
-            if turn.get("role", turn.get("from")) in ("assistant", "gpt"):
+            if turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call"):
                 yield from _leaves(turn)
 
     def _look_for_unread(self, row: Row, place: Place, part: int, encoder: Any) -> None:

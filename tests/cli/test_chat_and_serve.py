@@ -55,6 +55,8 @@ def test_a_conversation_in_the_terminal(
     first, second = (expected(path, "where is my card") for path in runs)
     assert first != second and said.out == f"{first}\n{second}\nseed-0\nseed-1\n"
     assert "/nonsense: not a command" in said.err and "never read" not in said.out
+    assert run(["chat", *map(str, runs), "--system", "Be brief."]) == 2
+    assert "--system: seed-0 was not trained on conversations and reads no system turn" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
