@@ -150,12 +150,12 @@ class Console:
         Raises Interrupted where `stop()` is true at a beat.
         """
         with self.task(label, rows, "rows", brief=True) as bar:
-            done = 0
+            done = tokens = 0
 
             def beat(more: int) -> None:
-                nonlocal done
-                done += more
-                bar(min(done, rows))
+                nonlocal done, tokens
+                done, tokens = done + more, 0 if more else tokens + 1
+                bar(min(done, rows), f"token {tokens} of the next answers" if tokens else "")
                 if stop():
                     raise Interrupted(f"{label} stopped after {done:,} of {rows:,} rows")
 
@@ -192,9 +192,9 @@ class Console:
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
             rate = pace.rate(done)
-            eta = (total - done) / rate if done else float("nan")
-            speed = f", {per_second(rate, unit)}" if unit else ""
-            return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s{'  ' + note if note else ''}"
+            speed = f", {per_second(rate, unit)}" if unit and done else ""
+            eta = f", ETA {(total - done) / rate:.0f} s" if done else ""
+            return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s{eta}{'  ' + note if note else ''}"
 
         def update(done: int, note: str = "") -> None:
             nonlocal last, latest, said
