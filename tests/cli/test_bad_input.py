@@ -296,7 +296,6 @@ def test_what_means_nothing_is_refused(argv: str, words: str, monkeypatch, capsy
     (tmp_path / "sweep" / "sweep.json").write_text("[" * 100_000)
     (tmp_path / "bad.yaml").write_text("comparison: {tasks: {t: {file: ''}}}\n")
     sources = "{a: {files: [rows.jsonl], weight: 1e-300}, b: {files: [sample:banking/train]}}"
-    (tmp_path / "mixed.yaml").write_text(
-        f"extends: classify\ntrain: {{epochs: null, steps: 2}}\ndata:\n  train: {{files: [], limit: null, sources: {sources}}}\n"
-    )
+    data = f"data:\n  train: {{files: [], limit: null, sources: {sources}}}\n"
+    (tmp_path / "mixed.yaml").write_text(f"extends: classify\ntrain: {{epochs: null, steps: 2}}\n{data}")
     refused(capsys, argv.split(), words)
