@@ -22,7 +22,7 @@ from finetune.config import DataChecks
 from finetune.data.columns import Examples
 from finetune.data.example import Encoded, Example
 from finetune.data.preference import CHOSEN, REJECTED
-from finetune.data.rows import FORMS, PROMPTS, Row
+from finetune.data.rows import Row, form_columns
 from finetune.errors import UserError, shortened
 from finetune.seeds import derive
 
@@ -177,9 +177,8 @@ class RowChecks:
     def _columns(self, split: Split, part: int, form: str) -> set[str]:
         """The columns of a part's records that something reads."""
         columns = (self._parts[split] or self._parts["train"])[part].columns
-        names = {getattr(columns, name, name) for name in (*self._all, "id")}
-        forms = PROMPTS if self.task.by_answer else FORMS
-        return {*names, *forms.get(form, ()), self._features or "", "repeat_of"}
+        names = (*self._all, "id", *form_columns(form, turns="messages" in self._read))
+        return {*(getattr(columns, name, name) for name in names), self._features or "", "repeat_of"}
 
     def _found(self, kind: str) -> _Tally:
         return self._tallies.setdefault(kind, _Tally())
