@@ -76,8 +76,9 @@ def main() -> None:
         commit=chosen.commit,
     )
     run.all(fresh=chosen.fresh)
-    if chosen.rehearse and run.failed("cpu"):
-        raise SystemExit(1)
+    if chosen.rehearse:
+        print("rehearsed at toy size on the CPU: figures and bars mean nothing, only that nothing failed")
+        raise SystemExit(1 if run.failed("cpu") else 0)
 
 
 if __name__ == "__main__":
