@@ -97,23 +97,24 @@ def test_every_measurement_of_the_plan_is_tried_and_named_once():
 
 def rehearse(monkeypatch, *flags):
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--rehearse", *flags])
-    runs_the_command()
+    with pytest.raises(SystemExit) as stop:
+        runs_the_command()
+    return stop.value.code
 
 
 def test_a_rehearsal_leaves_the_results_alone_and_ends_with_its_minutes(tmp_path, monkeypatch, capfd):
     before = {file: file.read_bytes() for file in RESULTS.rglob("gpu*/*") if file.is_file()}
     where = ("--kept", str(tmp_path / "kept.jsonl"), "--out", str(tmp_path / "gpu.json"))
-    rehearse(monkeypatch, *where, "--rows", "peak,transport/1m", "--minutes", "3")
+    assert rehearse(monkeypatch, *where, "--rows", "peak,transport/1m", "--minutes", "3") == 0
     assert Store(tmp_path / "kept.jsonl").read().keys() == {"peak", "transport/1m"}
     kept = (tmp_path / "kept.jsonl").read_text()
-    rehearse(monkeypatch, *where, "--rows", "smoke", "--minutes", "0.01")
+    assert rehearse(monkeypatch, *where, "--rows", "smoke", "--minutes", "0.01") == 0
     assert (tmp_path / "kept.jsonl").read_text() == kept
     assert "37 rows without a figure: out of minutes" in capfd.readouterr().out
     assert {file: file.read_bytes() for file in RESULTS.rglob("gpu*/*") if file.is_file()} == before
     for flags in (("--device", "cuda:1"), ("--out", str(RESULTS / "gpu.json"))):
-        with pytest.raises(SystemExit) as stop:
-            rehearse(monkeypatch, *flags)
-        assert stop.value.code == 2 and "keeps nothing among the results" in capfd.readouterr().err
+        assert rehearse(monkeypatch, *flags) == 2
+        assert "keeps nothing among the results" in capfd.readouterr().err
 
 
 @pytest.mark.slow
