@@ -226,7 +226,7 @@ def _flags(root: Path) -> Iterator[BadInput]:
         ("report", run, "--out", str(root)): "--out",
         ("report", run, "--out", "pipe"): "pipe",
         ("merge", "nonesuch"): "nonesuch",
-        ("merge", run, "--check", "all"): "--check",
+        ("merge", run, "--dtype", "all"): "--dtype",
         ("merge", run, "--out", rows): rows,
         ("export", "nonesuch"): "nonesuch",
         ("export", run, "--add", "nonesuch", "--out", "out"): "nonesuch",
