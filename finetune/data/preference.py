@@ -127,7 +127,7 @@ class PreferenceEncoder:
         return tuple(notes)
 
     def reads_key(self, key: str) -> bool:
-        """Whether the template knows a key of turns (chat)."""
+        """True if the template knows a key of turns (chat)."""
         return self._chat is not None and self._chat.reads_key(key)
 
     def _one_kind(self, example: Example) -> bool:

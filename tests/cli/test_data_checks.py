@@ -59,6 +59,7 @@ def _talked() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     train[2]["mood"] = "calm"
     train[5]["messages"][1]["content"] = "A turn ends with <eos> here."
     train[6]["messages"][0]["content"] = "And with <pad>?"
+    train[7]["messages"][1]["content"] = "How high is dam 7? Seven metres."
     return train, [train[0]]
 
 
@@ -99,6 +100,7 @@ CASES: dict[str, tuple[Any, list[str], dict[str, str]]] = {
         [],
         {
             "copies": "1 of 1 test rows are training rows: TEST:1 and TRAIN:1",
+            "repeated_prompts": "1 of 9 rows have an answer that begins with its prompt, which stands twice: TRAIN:8",
             "control_tokens": "2 of 9 rows have special tokens written out in their text, 1 of them in what is "
             "supervised: TRAIN:6: '<eos>'",
             "unread": "not read: column 'mood' (1 rows), key 'reasoning_content' of turns (1 rows): TRAIN:3: "

@@ -120,7 +120,7 @@ class ChatEncoder:
         return tuple(self._notes())
 
     def reads_key(self, key: str) -> bool:
-        """Whether the template knows a key of turns."""
+        """True if the template knows a key of turns."""
         return self.answers.template.reads_key(key)
 
     def _tokenised(self, chunk: Sequence[Row], rest: LeftOut) -> Iterator[tuple[Row, list[Sample], list[Tokenised]]]:
