@@ -22,7 +22,7 @@ from finetune.config import DataChecks
 from finetune.data.columns import Examples
 from finetune.data.example import Encoded, Example
 from finetune.data.preference import CHOSEN, REJECTED
-from finetune.data.rows import FORMS, PROMPTS, Row
+from finetune.data.rows import Row, form_columns
 from finetune.errors import UserError, shortened
 from finetune.seeds import derive
 
@@ -156,7 +156,7 @@ class RowChecks:
         """The texts of a row that are supervised."""
         yield from _texts(row, self._answers if self._answers or self.task.converses else self._read)
         for turn in _turns(row.values.get("messages")) if self.task.converses else ():
-            if turn.get("role", turn.get("from")) in ("assistant", "gpt"):
+            if turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call"):
                 yield from _leaves(turn)
 
     def _look_for_unread(self, row: Row, place: Place, part: int, encoder: Any) -> None:
@@ -177,9 +177,8 @@ class RowChecks:
     def _columns(self, split: Split, part: int, form: str) -> set[str]:
         """The columns of a part's records that something reads."""
         columns = (self._parts[split] or self._parts["train"])[part].columns
-        names = {getattr(columns, name, name) for name in (*self._all, "id")}
-        forms = PROMPTS if self.task.by_answer else FORMS
-        return {*names, *forms.get(form, ()), self._features or "", "repeat_of"}
+        names = (*self._all, "id", *form_columns(form, turns="messages" in self._read))
+        return {*(getattr(columns, name, name) for name in names), self._features or "", "repeat_of"}
 
     def _found(self, kind: str) -> _Tally:
         return self._tallies.setdefault(kind, _Tally())
