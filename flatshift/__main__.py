@@ -3,13 +3,11 @@
 import os
 import sys
 
-if not sys.flags.safe_path and not os.path.samefile(  # noqa: PTH121 - pathlib may be theirs
-    sys.path[0],
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),  # noqa: PTH100, PTH120
-):
+_OURS = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))  # noqa: PTH120 - a pathlib.py may be theirs
+if not sys.flags.safe_path and os.path.realpath(sys.path[0]) != _OURS:
     del sys.path[0]  # the current directory, where a user's finetune.py or random.py is none of ours
 
-from flatshift.cli import main
+from flatshift.cli import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

@@ -132,15 +132,15 @@ def compare(
     exact: bool,
     adapter: bool = False,
     gguf: Gguf | None = None,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """What plain transformers makes of `folder` against what the run answers.
 
     ends: the trained ones, at which plain `generate` has to stop. exact: the weights are in 32 bits. adapter: `folder`
     is one for PEFT. gguf: its GGUF file, which transformers is to read.
     Returns `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
     `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers that are the run's),
-    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding) and `stops`; None
-    where transformers does not read this architecture from GGUF.
+    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding) and `stops`; of
+    a GGUF file that transformers cannot read only `unread`, why.
     Raises UserError where they are further apart than rounding explains, or where it does not stop.
     """
     task = recipe.task
@@ -173,7 +173,9 @@ def compare(
     }  # fmt: skip
     (wanted.work / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
     found = _ask(wanted.work)
-    return None if found["unread"] else _judged(wanted, found, recipe, labels, exact=exact, classes=classes, ends=ends)
+    if found["unread"]:
+        return {"unread": found["unread"]}
+    return _judged(wanted, found, recipe, labels, exact=exact, classes=classes, ends=ends)
 
 
 def _ask(work: Path) -> dict[str, Any]:
@@ -308,7 +310,8 @@ def _reference(
     with torch.no_grad():
         for one in questions:
             more = {} if start is None else {"decoder_input_ids": torch.tensor([[start]], device=device)}
-            logits = model(input_ids=torch.tensor([one.ids], device=device), **more).logits[0, -1]
+            ids = torch.tensor([one.ids], device=device)
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0, -1]
             likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
             pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
             found.append({"text": one.text, "whole": not task.converses, "ids": list(one.ids), "next": dict(pairs)})
@@ -334,10 +337,10 @@ def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None
     import torch
 
     device = next(p.device for p in model.parameters() if not p.is_meta)
-    ids = prompt if start is not None else [*prompt, *answer]
+    ids = torch.tensor([prompt if start is not None else [*prompt, *answer]], device=device)
     more = {} if start is None else {"decoder_input_ids": torch.tensor([[start, *answer]], device=device)}
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids], device=device), **more).logits[0].float()
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0].float()
     two = logits[-(len(answer) + 1) :].topk(2).values
     return (two[:, 0] - two[:, 1]).tolist()
 

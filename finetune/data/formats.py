@@ -45,6 +45,9 @@ DEEPEST = 64
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
 _BLANK = re.compile(r"[ \t\r\n]*")
+_WRAPPED = re.compile(r'\{\s*"data"\s*:\s*\[\s*\{')
+"""How rows begin that are an array under `data`; a line of JSONL with such a column is not meant."""
+_OPEN = re.compile(r'\[|\{\s*"data"\s*:\s*\[')
 
 
 class BrokenFile(UserError):
@@ -299,19 +302,21 @@ def _document(path: DataFile) -> Iterator[Record]:
 
 
 def _is_array(path: DataFile, kind: str) -> bool:
-    """Whether a `.json` file holds one array, not an object a line."""
+    """Whether a `.json` file holds one array, or one as `{"data": […]}`, not an object a line."""
     if kind != ".json":
         return False
     head = b""
     for chunk in _chunks(path):
         head += chunk
-        if len(head) >= len(codecs.BOM_UTF8) and head.removeprefix(codecs.BOM_UTF8).strip():
+        if len(head.removeprefix(codecs.BOM_UTF8).strip()) >= 1 << 10:
             break
-    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    bare = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    return bare.startswith(b"[") or _WRAPPED.match(bare.decode("utf-8", errors="replace")) is not None
 
 
 def _array(path: DataFile) -> Iterator[Record]:
-    """The objects of one JSON array, decoded one by one, so that memory does not grow with the file.
+    """The objects of one JSON array, or of one under `data`, decoded one by one, so that memory does not grow with the
+    file.
 
     What follows malformed JSON cannot be told apart from it, so that breaks off the file, not only a record.
     """
@@ -370,7 +375,10 @@ def _array(path: DataFile) -> Iterator[Record]:
             more(max(_CHUNK, len(text) - at))  # twice as much each time, so that a long one is not decoded often
 
     token()
-    at += 1  # behind the bracket
+    while _OPEN.match(text, at) is None and not ended:
+        more(_CHUNK)
+    wrapped = text[at : at + 1] == "{"
+    at = _OPEN.match(text, at).end()  # type: ignore[union-attr]
     for ordinal in itertools.count():
         if (found := token()) == "]" and not ordinal:
             break
@@ -390,6 +398,15 @@ def _array(path: DataFile) -> Iterator[Record]:
             raise BrokenFile(f"{path}:{line}: not valid JSON (a comma or ] is missing between objects)")
         at += 1
     at += 1
+    if wrapped:
+        while not ended:
+            more(_CHUNK)
+        try:
+            rest = text[at:].lstrip()
+            json.loads("{" + (rest if rest.startswith("}") else rest.removeprefix(",")))
+        except ValueError:
+            raise BrokenFile(f"{path}:{line}: not valid JSON behind the rows of 'data'") from None
+        return
     if token():
         raise BrokenFile(f"{path}:{line}: something follows the JSON array; keep one array in a file")
 
@@ -450,6 +467,8 @@ def _csv(path: DataFile, delimiter: str) -> Iterator[Record]:
         if not fields:
             continue
         if header is None:
+            if len(fields) == 1 and delimiter == "," and ";" in fields[0] and reader.line_num == 1:
+                return (yield from _csv(path, ";"))  # as spreadsheets of half the world write it
             header = fields
             _refuse_twins(header, f"{path}:{place}: the header")
             continue

@@ -122,6 +122,8 @@ class PreferenceEncoder:
             notes.append(f"{self._pairs:,} pairs of answers, known by the columns chosen and rejected")
         if self._single:
             notes.append(f"{self._single:,} single answers, known by the columns completion and label")
+        if self._chat is not None:
+            notes += self._chat.template_notes()
         return tuple(notes)
 
     def reads_key(self, key: str) -> bool:

@@ -140,7 +140,7 @@ def test_what_lies_in_the_users_directory_is_not_imported(tmp_path: Path, monkey
     small = flags(SMALL | {"train.steps": 2, "train.eval_every": 0, "train.save_every": 0, "eval.cold": 0})
     flatshift("train", "classify", "--out", "run", *small, "--mesh.dp", "2")
     assert (tmp_path / "run" / "eval.json").is_file()
-    words = ["sweep", "classify", "--out", "sweep", *small, "--grid", "adapter.rank=1,2", "--seeds", "1"]
-    flatshift(*words, "--jobs", "2", "--stack", "1")
+    words = ["sweep", "classify", "--out", "sweep", *small, "--grid", "adapter.rank=1,2"]
+    flatshift(*words, "--seeds", "1", "--jobs", "1", "--stack", "1")
     results = [json.loads(file.read_text())["status"] for file in (tmp_path / "sweep" / "cells").glob("*/result.json")]
     assert results == ["done", "done"]

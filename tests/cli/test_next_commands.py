@@ -59,18 +59,9 @@ def followed(commands: list[list[str]], *more: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("backbone", "kind"), [("own model", "language-model"), ("own encoder", "masked-lm")])
 def test_a_selection_goes_on_with_its_backbone_and_columns(home: Path, capsys, backbone: str, kind: str) -> None:
-    words = [
-        "select",
-        "--pool",
-        "my pool.jsonl",
-        "--target",
-        "my pool.jsonl",
-        "--budget",
-        "4",
-        "--text-column",
-        "words",
-    ]
-    assert run([*words, "--backbone", backbone, "--method", "dsir", "--out", "my choice"]) == 0
+    words = ["select", "--pool", "my pool.jsonl", "--target", "my pool.jsonl", "--budget", "4"]
+    words += ["--text-column", "words", "--backbone", backbone, "--method", "dsir", "--out", "my choice"]
+    assert run(words) == 0
     commands = printed(capsys.readouterr().err)
     assert {words[1] for words in commands} == {"train", "report"}
     followed(commands, *STEP, "--out", "trained")

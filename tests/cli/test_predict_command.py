@@ -145,8 +145,9 @@ def test_rows_that_nobody_can_count(
     damaged.write_bytes(damaged.read_bytes()[:-7])
     for file in (torn, damaged):
         for more in ([], ["--bad-rows", "skip"]):
-            assert run(["predict", str(out), "--data", str(file), *more, "--out", str(tmp_path / "no.jsonl")]) == 2
-            assert file.name in capsys.readouterr().err and not (tmp_path / "no.jsonl").exists()
+            none = tmp_path / f"{file.name}-{len(more)}.jsonl"
+            assert run(["predict", str(out), "--data", str(file), *more, "--out", str(none)]) == 2
+            assert file.name in capsys.readouterr().err and not none.exists()
         said = tmp_path / f"{file.name}-said.jsonl"
         words = ["predict", str(out), "--data", str(whole), str(file), "--bad-rows", "skip", "--out", str(said)]
         assert run(words) == 0
