@@ -1,8 +1,8 @@
 """Tiny random backbones of the families that people merge and export, each with a tokenizer and rows for its task; made
 here, nothing is downloaded.
 
-A decoder's tokenizer ends a text with `<eos>`, and its chat template a turn with `<|im_end|>`, which its own settings do
-not name: what training supervises as the end is not what the backbone ends with.
+A decoder's tokenizer ends a text with `<eos>`, and its chat template a turn with `<|im_end|>`, which its own settings
+do not name: what training supervises as the end is not what the backbone ends with.
 """
 
 from __future__ import annotations

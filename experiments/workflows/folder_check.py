@@ -208,6 +208,8 @@ def _judged(
             f"(largest {largest:.3g}), more than rounding explains; hand on the adapter as it is (`flatshift export`)"
             + ("" if exact else ", or merge with --dtype float32")
         )
+    if found["answers"] and (missed := sorted(set(ends) - set(found["stops"]))):
+        raise UserError(f"plain transformers does not stop at token {missed[0]}, which training ended answers with")
     same = rounded = 0
     for one, said in zip(wanted.reference, found["answers"], strict=False):
         if (said["ids"], said["ended"]) == (one["answer"], one["ended"]):
@@ -221,8 +223,6 @@ def _judged(
                 f"{'' if said['ended'] else ', without an end'}, and the run with {one['answer']}"
             )
         rounded += 1
-    if found["answers"] and (missed := sorted(set(ends) - set(found["stops"]))):
-        raise UserError(f"plain transformers does not stop at token {missed[0]}, which training ended answers with")
     other = None
     if classes is not None:
         names = list(labels or ())
