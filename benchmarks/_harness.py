@@ -328,8 +328,9 @@ def where(packages: Sequence[str]) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the tree that is measured."""
-    return _git("rev-parse", "HEAD")
+    """Of the tree that is measured; a bundle (`scripts/bundle.py`) has no repository, but a file."""
+    file = ROOT / "commit"
+    return file.read_text().strip() if file.is_file() else _git("rev-parse", "HEAD")
 
 
 def machine() -> dict[str, Any]:
@@ -380,7 +381,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
     reasons = [f"  {r['what']}: {r['reason']}" for r in rows if r.get("reason")]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *(["not measured:", *reasons] if reasons else [])])
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *(["notes:", *reasons] if reasons else [])])
 
 
 def _runs(figure: Figure) -> list[float]:

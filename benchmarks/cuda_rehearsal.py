@@ -37,11 +37,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+import finetune
 from finetune.compute.capabilities import CUDA, Capabilities, rehearsed
 from regularizers.layers import signs, sites
 
 aten = torch.ops.aten
-_HOUSE = Path(__file__).resolve().parents[1]
+_HOUSE = Path(finetune.__file__).resolve().parents[1]
 _ROOMS = tuple(f"{_HOUSE / room}/" for room in ("finetune", "regularizers", "experiments", "selection", "flatshift"))
 _OWN = str(Path(__file__).resolve())
 
@@ -104,14 +105,15 @@ class Rehearsal(contextlib.AbstractContextManager["Rehearsal"]):
 
     def note(self, kind: Literal["read", "shape", "copy"], operator: str) -> None:
         """Write down a wait of the code that is running."""
-        self.waits.append(Wait(kind, operator, _place()))
+        self.waits.append(Wait(kind, operator, place()))
 
     def holds(self, value: Any) -> bool:
         """Whether `value` is a tensor of the rehearsed device."""
         return isinstance(value, Tensor) and value.device.type == self.on
 
 
-def _place() -> str:
+def place() -> str:
+    """`file:line` of the innermost frame in our packages."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -160,7 +162,7 @@ class _Operators(TorchDispatchMode):
         strays = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.ndim]
         if strays:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in strays)
-            raise RuntimeError(f"{name} at {_place()}: a host tensor {shapes} meets tensors of the device")
+            raise RuntimeError(f"{name} at {place()}: a host tensor {shapes} meets tensors of the device")
         if name in _SIZED or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             seen.note("shape", name)
             return self._largest(name, func, args, kwargs)
@@ -188,7 +190,7 @@ class _Operators(TorchDispatchMode):
     def _refuse_host_draws(self, name: str, given: Sequence[Any], here: Sequence[Tensor]) -> None:
         wanted = here or any(isinstance(v, torch.device) and v.type == self._rehearsal.on for v in given)
         if wanted and any(isinstance(v, torch.Generator) and v.device.type == "cpu" for v in given):
-            raise RuntimeError(f"{name} at {_place()}: a generator of the host draws on the device")
+            raise RuntimeError(f"{name} at {place()}: a generator of the host draws on the device")
 
     def _moved(self, func: Any, args: Any, kwargs: Any) -> Any:
         source, seen = args[0], self._rehearsal
@@ -239,7 +241,7 @@ class _Operators(TorchDispatchMode):
             return torch.empty(max(kwargs.get("minlength", 0), 1), dtype=torch.int64, device=first.device)
         if name == "repeat_interleave":
             return func(*args, **{**kwargs, "output_size": first.numel()})
-        raise NotImplementedError(f"{name} at {_place()}: its result depends on values; rehearse without it")
+        raise NotImplementedError(f"{name} at {place()}: its result depends on values; rehearse without it")
 
 
 def _number(dtype: torch.dtype) -> Any:

@@ -46,6 +46,7 @@ PAIRS, TESTED, POOL, TARGET, BUDGET, PROMPTS, CLEAN = 3000, 500, 3000, 500, 600,
 """ParaDetox pairs of the scorer, and held out; rows of each half of the pool; of target and negatives; chosen; prompts;
 clean texts whose perplexity is asked."""
 WARMUP = ["--train.steps", "60", "--train.batch-size", "8", "--train.max-length", "96", "--train.eval-every", "0"]
+WARMUP += ["--train.overlong", "null"]
 SAMPLES = ["--samples", "25", "--max-new-tokens", "20", "--top-p", "0.9"]
 
 

@@ -242,8 +242,8 @@ class Train:
     """Optimizer updates."""
     epochs: float | None = None
     """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
-    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`. Not
-    for sources mixed by weight, nor for cells of a sweep or study."""
+    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; a
+    sweep counts those of its recipe's own rows for all cells. Not for sources mixed by weight, nor for comparisons."""
     extend: Extend = "stretch"
     """The learning rate where a run that ended is resumed with more `steps`. `stretch`: from there on that of a run of
     all those steps, so a cosine that had come to 0 jumps up; `rewarm`: the added steps are a schedule of their own,
@@ -259,9 +259,9 @@ class Train:
     truncation: Literal["left", "right"] | None = None
     """Which end a text or prompt loses where a sample is longer. Null: the left of a completion's prompt, else the
     right. An answer always loses its right, and only where the prompt has nothing left to lose."""
-    overlong: Literal["drop", "refuse"] | None = None
-    """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), or
-    stop the run (refuse)."""
+    overlong: Literal["drop", "refuse", "split"] | None = None
+    """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), stop
+    the run (refuse), or are read in consecutive pieces (split: language-model and masked-lm), every token once."""
     max_cut: float | None = None
     """Largest share of the samples, of each split and source, that `max_length` may cut, down to nothing of a prompt;
     more is refused. Null: 0.5 or `task.max_truncated`, the larger, and of whole prompts only the latter (else none)."""

@@ -56,6 +56,16 @@ def is_disk_full(error: BaseException) -> bool:
     return system_error(error) in (errno.ENOSPC, errno.EDQUOT)
 
 
+def full_at(error: Exception, place: Path) -> Exception:
+    """An error of a full disk with the path that has no room: the one that it names, of a copy where it goes, else
+    `place`, for what was written to it or to a temporary one of its name."""
+    code = system_error(error)
+    assert code is not None
+    named = getattr(error, "filename2", None) or getattr(error, "filename", None)
+    own = named is None or f"{os.sep}.{place.name}." in str(named)
+    return OSError(code, os.strerror(code), str(place) if own else str(named))
+
+
 def disk_trouble(error: BaseException) -> str | None:
     """What the disk (or network file system) has, in words, where `error` comes from it: a cause that may pass, so that
     what was finished is kept and the same command goes on. None for any other error."""

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .atomic import make_directory, sweep_leftovers
-from .errors import UserError
+from .errors import UserError, full_at, is_disk_full
 
 INSIDE = ".lock"
 """Name of the lock where it has to lie in the directory itself."""
@@ -55,6 +55,10 @@ def owned(path: str | Path, *, instead: str = "name another --out") -> Iterator[
             if fd is not None:  # else they may be another's, who is at work
                 sweep_leftovers(real.parent, of=real.name)
             yield
+        except Exception as error:
+            if not is_disk_full(error):
+                raise
+            raise full_at(error, Path(path)) from error
         finally:
             if fd is not None:
                 with contextlib.suppress(OSError):

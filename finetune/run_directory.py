@@ -178,6 +178,11 @@ def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
         raise UserError(f"--out: {path} is {what}, which cannot be replaced; name a directory in it")
 
 
+def resume_command(path: str | Path) -> str:
+    """What to type so that the run in `path` goes on, for a shell."""
+    return shlex.join(["flatshift", "train", "--resume", str(path)])
+
+
 @contextmanager
 def new_output(path: Path) -> Iterator[Path]:
     """A temporary directory that becomes `path` at the end, whole.

@@ -52,9 +52,23 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
     Raises:
         UserError: a key without its value, two that contradict each other, or the last word of a key alone (`--steps`).
     """
+    rest, given = _split(argv, flags)
+    overrides = [from_override(key, value, where) for key, where, value in given]
+    refuse_contradictions(overrides)
+    return rest, overrides
+
+
+def recipe_words(argv: list[str], flags: type, *, without: str) -> list[str]:
+    """The recipe keys of a command line as words of another one, but for those of the block `without`."""
+    _, given = _split(argv, flags)
+    return [word for key, where, value in given if key.partition(".")[0] != without for word in (where, value)]
+
+
+def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """What is left of a command line, and its recipe keys: (key, flag, value)."""
     own = {field.name for field in dataclasses.fields(flags)}
     rest: list[str] = []
-    overrides = []
+    given = []
     tokens = iter(argv)
     for token in tokens:
         name, has_value, value = token.removeprefix("--").partition("=")
@@ -71,9 +85,8 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
                 value = next(tokens)
             except StopIteration:
                 raise UserError(f"--{name} needs a value") from None
-        overrides.append(from_override(key, value, f"--{name}"))
-    refuse_contradictions(overrides)
-    return rest, overrides
+        given.append((key, f"--{name}", value))
+    return rest, given
 
 
 def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]:
@@ -99,7 +112,7 @@ def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
     kinds = {one.name: set(_parts(hints[one.name])) for one in dataclasses.fields(flags)}
     try:
         with contextlib.redirect_stderr(said), _wide(argv):
-            made = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
+            made: Any = tyro.cli(flags, prog=f"flatshift {name}", args=_whole(argv, kinds))
         _refuse_nothing(argv)
         _check_numbers(made)
         return made
@@ -129,7 +142,7 @@ def _check_numbers(flags: Any) -> None:
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, bool) or not isinstance(number, int | float):
                 continue
-            if not math.isfinite(number):
+            if isinstance(number, float) and not math.isfinite(number):
                 raise UserError(f"{shown} must be a finite number, got {number}")
             if (low is not None and number < low) or (high is not None and number > high):
                 wanted = f"at least {low}" if low is not None and number < low else f"at most {high}"

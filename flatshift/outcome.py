@@ -40,7 +40,7 @@ def of_training(path: Path) -> None:
     from finetune.evaluate.metrics import metric_of
 
     run, rows = read_run(path), []
-    alone = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
+    alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
     for split, cells in (run.eval | alone).items():
         if (name := headline(cells)) is None:
             continue
@@ -53,8 +53,8 @@ def of_training(path: Path) -> None:
 def after_run(run: Run) -> list[list[str]]:
     """What to do with a finished run."""
     path = str(run.path)
-    files = [name for split in ("test", "dev") for name in _files(run.recipe, split)] or ["UNSEEN.jsonl"]
-    found = [["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.name}-predictions.csv"]]
+    files = [name for split in ("test", "dev", "train") for name in _files(run.recipe, split)]
+    found = [["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.resolve().name}-predictions.csv"]]
     if _converses(run):
         found.insert(0, ["flatshift", "chat", path])
     return [*found, ["flatshift", "merge", path], ["flatshift", "export", path]]
@@ -80,8 +80,32 @@ def _converses(run: Run) -> bool:
 def _files(recipe: dict[str, Any], split: str) -> list[str]:
     data = recipe.get("data")
     block = data.get(split) if isinstance(data, dict) else None
-    files = block.get("files") if isinstance(block, dict) else None
-    return [str(name) for name in files] if isinstance(files, list) else []
+    if not isinstance(block, dict):
+        return []
+    sources = block.get("sources") or {}
+    found = [block.get("files"), *(source.get("files") for source in sources.values())]
+    return [str(name) for files in found if isinstance(files, list) for name in files]
+
+
+def of_prediction(path: Path, data: Sequence[str]) -> None:
+    """How to judge what was predicted of `data`, where its rows have answers; and where to go with the run."""
+    commands = [["flatshift", verb, str(path)] for verb in ("report", "merge", "export")]
+    if _has_answers(path, data):
+        commands.insert(0, ["flatshift", "eval", str(path), "--data", *data])
+    say("", commands)
+
+
+def _has_answers(path: Path, data: Sequence[str]) -> bool:
+    from experiments.workflows.generate import finished_recipe
+    from finetune.data.rows import read_rows
+    from finetune.errors import UserError
+
+    recipe = finished_recipe(path)
+    task, columns = recipe.task, recipe.data.columns
+    try:
+        return bool(list(read_rows(data, columns=columns, required=task.columns(), first=1, label=task.read_label)))
+    except UserError:
+        return False
 
 
 def of_directory(path: Path) -> None:
@@ -91,9 +115,9 @@ def of_directory(path: Path) -> None:
     say("", after_run(read_run(path)))
 
 
-def of_selection(path: Path, recipe: str | None) -> None:
-    """The first choices. recipe: by which they were made; one with a warm-up goes on with them. Raises UserError for a
-    selection that cannot be read."""
+def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
+    """The first choices. recipe: by which they were made; one with a warm-up goes on with them, under the same recipe
+    keys `words` of the command line. Raises UserError for a selection that cannot be read."""
     from experiments.report.formats import aligned, number
     from experiments.results.run import read_run
     from finetune.errors import shortened
@@ -105,10 +129,29 @@ def of_selection(path: Path, recipe: str | None) -> None:
         score = record.get("score")
         shown = number(float(score)) if isinstance(score, int | float) else "–"
         rows.append([str(record.get("rank", place)), shown, shortened(" ".join(text.split()), _TEXT)])
-    commands = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl")]]
+    commands = [["flatshift", "report", str(path)]]
+    if (trained := _on_selection(path, made.recipe)) is not None:
+        commands.insert(0, trained)
     if recipe is not None and made.recipe.get("warmup") is not None:
-        commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path)])
-    say(aligned(["rank", "score", "text"], rows, right={0, 1}), [*commands, ["flatshift", "report", str(path)]])
+        commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path), *words])
+    say(aligned(["rank", "score", "text"], rows, right={0, 1}), commands)
+
+
+def _on_selection(path: Path, recipe: dict[str, Any]) -> list[str] | None:
+    """Language modelling on the selection, on the recipe's backbone; None of one that learns no texts by themselves."""
+    from experiments.recipe import load_recipe
+    from finetune.models.backbone import open_backbone
+
+    name, text = str(recipe["backbone"]), recipe["select"]["columns"]["text"]
+    words = ["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl")]
+    usual = load_recipe("language-model").recipe
+    if name != usual.backbone:
+        backbone = open_backbone(name)
+        hides = backbone.reads_both_ways
+        if backbone.has_both_sides or (hides and backbone.tokenizer.mask_token_id is None):
+            return None
+        words += ["--backbone", name, *(["--task.kind", "masked-lm"] if hides else [])]
+    return words if text == usual.data.columns.text else [*words, "--data.columns.text", text]
 
 
 def of_sweep(path: Path, argv: Sequence[str]) -> None:
@@ -131,9 +174,8 @@ def of_sweep(path: Path, argv: Sequence[str]) -> None:
         rows.append(["verdict", where, one.verdict.kind])
     if any(one.verdict.kind == "undecided" for one in judged) and "--until" not in argv:
         words = list(argv)
-        if "--seeds" in words:
-            place = words.index("--seeds")
-            del words[place : place + 2]
+        for place in [i for i, word in enumerate(words) if word.partition("=")[0] == "--seeds"]:
+            del words[place : place + 1 + ("=" not in words[place])]
         seeds = max((one.verdict.seeds_needed or 0 for one in judged), default=0)
         commands.insert(0, ["flatshift", "sweep", *words, "--seeds", str(max(seeds, 2 * (data.planned_seeds or 0), 5))])
     if len(judged) > _VERDICTS:

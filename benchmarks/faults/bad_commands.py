@@ -55,7 +55,7 @@ _SETTINGS: dict[str, list[str]] = {
     "optimizer.warmup": ["-1", "2", "abc"],
     "regularizer.kind": ["ggop", "1", "[sam]", "{a: 1}"],
     "regularizer": ["{kind: ggpo, sigma: -1}", "{kind: ggpo, sigma: .nan}", "{kind: sam, rho: abc}"],
-    "data.holdout": ["-1", "2", "abc", "0.001"],
+    "data.holdout": ["-1", "2", "abc", "0.5"],
     "data.label_noise": ["-1", "2", ".nan"],
     "data.bad_rows": ["drop", "null"],
     "data.train.limit": ["0", "-1", "1000000"],

@@ -36,21 +36,23 @@ class BadInput:
 
 
 def make_sandbox(root: Path) -> Path:
-    """Good rows, a backbone and a finished run in `root`, which the bad inputs are made from."""
+    """Good rows, a backbone and finished runs that sort and write in `root`, which the bad inputs are made from."""
     from finetune import assets
 
     write_jsonl(root / "rows.jsonl", ROWS)
+    write_jsonl(root / "test.jsonl", [{**row, "text": f"unseen {row['text']}"} for row in ROWS])
     source = assets.backbone("flatshift-5m")
     assert source is not None
     shutil.copytree(source, root / "backbone")
-    command = ["train", str(root / "good.yaml"), "--out", str(root / "run"), "--train.peak_tflops", "1"]
     (root / "good.yaml").write_text(recipe(root), encoding="utf-8")
-    pid = os.fork()
-    if pid == 0:
-        from flatshift.cli import run
+    for name, more in (("run", []), ("writer", ["--task", "language-model"])):
+        command = ["train", str(root / "good.yaml"), "--out", str(root / name), "--train.peak_tflops", "1", *more]
+        pid = os.fork()
+        if pid == 0:
+            from flatshift.cli import run
 
-        os._exit(run(command))
-    assert os.waitpid(pid, 0)[1] == 0, "the run that bad inputs are made from failed"
+            os._exit(run(command))
+        assert os.waitpid(pid, 0)[1] == 0, "a run that bad inputs are made from failed"
     return root
 
 
@@ -61,7 +63,7 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
 def recipe(root: Path, more: str = "") -> str:
     return (
         f"backbone: {root / 'backbone'}\ntask: {{kind: classify}}\n"
-        f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'rows.jsonl'}']}}\n"
+        f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'test.jsonl'}']}}\n"
         "adapter: {rank: 2, targets: [q_proj]}\n"
         "train: {steps: 1, batch_size: 4, max_length: 16, max_cut: 1, device: cpu, precision: fp32, threads: 1}\n"
         f"eval: {{bootstrap: 2}}\n{more}"

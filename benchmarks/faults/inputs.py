@@ -1,6 +1,7 @@
 """Bad inputs over all commands: each must end with exit code 2 and one sentence that names the place.
 
-    python -m benchmarks.faults.inputs --most 50     # the first 50 alone, each shown
+    python -m benchmarks.faults.inputs --most 50     # 50 of them, each shown
+    python -m benchmarks.faults inputs               # all, into the table; goes on where it was cut off
 
 One process imports everything and forks a child for each input, so that a second is a second of the input's own. The
 child runs the command line as `flatshift` would; what it says, how it ends, the CPU time it takes and what it leaves
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import os
 import resource
 import shutil
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,8 @@ from benchmarks._harness import Benchmark
 from benchmarks.faults.bad_commands import bad_commands
 from benchmarks.faults.bad_files import bad_files
 from benchmarks.faults.bad_inputs import BadInput, make_sandbox
+from benchmarks.faults.bad_requests import bad_requests
+from benchmarks.faults.bad_settings import bad_settings
 from benchmarks.faults.forks import fork
 
 SENTENCE = 300
@@ -74,40 +78,81 @@ class Ending:
 
 def rows(bench: Benchmark, *, most: int | None = None, seed: int = 0) -> None:
     """Run all bad inputs, or `most` of them drawn by `seed`, and add what they came to."""
-    endings = run_all(most=most, seed=seed)
+    kept = Path(tempfile.gettempdir()) / f"flatshift-bad-inputs-{_code()}.jsonl"
+    endings = run_all(most=most, seed=seed, kept=kept)
     bad = [f"{case.name}: {'; '.join(faults)}" for case, ending in endings if (faults := ending.faults(case))]
     for line in bad:
         print(line, file=sys.stderr)
-    wanted = 300 if most is None else len(endings)
+    wanted = 900 if most is None else len(endings)
     bench.row("bad inputs", ours=len(endings), unit="inputs", bar_op=">=", bar_value=wanted)
     bench.row("bad inputs without exit 2 and one sentence that names the place, or with anything left behind",
               ours=len(bad), unit="inputs", bar_op="==", bar_value=0)  # fmt: skip
     lengths = [len(ending.said.splitlines()[-1]) - len(_BEGIN) if ending.said.strip() else 0 for _, ending in endings]
     bench.row("longest sentence", ours=max(lengths), unit="characters", bar_op="<=", bar_value=SENTENCE)
     bench.row("slowest bad input", ours=max(e.cpu for _, e in endings), unit="CPU-s", bar_op="<=", bar_value=CPU_S)
+    ends = [ending.code for _, ending in endings]
+    bench.row("bad inputs that were taken (exit code 0 or 1)", ours=sum(code in (0, 1) for code in ends), unit="inputs",
+              bar_op="==", bar_value=0)  # fmt: skip
+    bench.row("bad inputs that ended as our bug (exit code 70)", ours=ends.count(70), unit="inputs", bar_op="==",
+              bar_value=0)  # fmt: skip
+    kept.unlink(missing_ok=True)
 
 
 def run_all(
-    *, most: int | None = None, seed: int = 0, only: str = "", show: bool = False
+    *, most: int | None = None, seed: int = 0, only: str = "", show: bool = False, kept: Path | None = None
 ) -> list[tuple[BadInput, Ending]]:
-    """Each bad input (whose name has `only` in it) and its ending; `most` of them, drawn by `seed`."""
+    """Each bad input (whose name has `only` in it) and its ending; `most` of them, drawn by `seed`.
+
+    kept: a file of endings, which are not run again and to which others are added.
+    """
     import random
 
     _import_everything()
     found = []
     with tempfile.TemporaryDirectory(prefix="flatshift-inputs-") as folder:
         root = make_sandbox(Path(folder))
-        cases = [case for case in (*bad_commands(root), *bad_files(root)) if only in case.name]
+        lists = (bad_commands, bad_settings, bad_requests, bad_files)
+        cases = [case for bad in lists for case in bad(root) if only in case.name]
         if most is not None and most < len(cases):
             cases = random.Random(seed).sample(cases, most)
+        before = _read(kept)
         for case in cases:
-            ending = run_one(case, root)
+            if (ending := before.get(_key(case))) is None:
+                ending = run_one(case, root)
+                if kept is not None:
+                    with kept.open("a", encoding="utf-8") as stream:
+                        stream.write(json.dumps({"key": _key(case), **asdict(ending)}) + "\n")
             found.append((case, ending))
             if show:
                 print(f"{case.name}: {ending.code} {ending.cpu:.2f} s | {ending.said.strip().splitlines()[-1:]}")
                 for fault in ending.faults(case):
                     print(f"  FAULT {fault}")
     return found
+
+
+def _read(kept: Path | None) -> dict[str, Ending]:
+    """Endings of a run that was cut off, by `_key`; a torn last line is left out."""
+    found = {}
+    for line in kept.read_text(encoding="utf-8").splitlines() if kept is not None and kept.is_file() else ():
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            found[record.pop("key")] = Ending(**{**record, "left": tuple(record["left"])})
+    return found
+
+
+def _key(case: BadInput) -> str:
+    """Its name and where names agree its command line, without the sandbox's own path."""
+    words = [Path(word).name if word.startswith(tempfile.gettempdir()) else word for word in case.argv]
+    return hashlib.sha256(json.dumps([case.name, words]).encode()).hexdigest()[:16]
+
+
+def _code() -> str:
+    """12 hex digits of all that an ending depends on: the code and the lists of bad inputs."""
+    digest = hashlib.sha256()
+    for package in ("selection", "regularizers", "finetune", "experiments", "flatshift", "benchmarks/faults"):
+        for file in sorted((Path(__file__).parents[2] / package).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def run_one(case: BadInput, root: Path) -> Ending:

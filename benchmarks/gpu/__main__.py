@@ -1,12 +1,15 @@
-"""Everything that needs a GPU: parity, speed, memory, regularizers, transport, stacked cells, 4 bits.
+"""Everything that needs a GPU: that it works, that it is right, speed, memory, regularizers, transport, 4 bits.
 
+    python -m benchmarks.gpu --minutes 8                  # as far as eight minutes reach; the same again goes on
     python -m benchmarks.gpu                              # what is missing; about 25 minutes of one H200 in all
-    python -m benchmarks.gpu --minutes 9                  # as far as nine minutes reach; the same again goes on
     python -m benchmarks.gpu --rows 'speed/8b/*' --fresh  # these again, whatever is kept of them
     python -m benchmarks.gpu --list                       # the names, and what is kept
+    python -m benchmarks.gpu --rehearse                   # all of it on the CPU at toy size, kept nowhere
 
-Each result is kept (benchmarks/results/gpu/measured.jsonl) as soon as there is one, and the results file written anew,
-so that a run may be killed at any moment and goes on where it stopped. Nothing is fetched: backbones are the shipped
+The order is that of worth: a minute that shows that each part works, results beside the CPU's, then 8 B shapes at 4,096
+tokens, regularizers, transport, other shapes. Each result is kept (benchmarks/results/gpu/measured.jsonl) as soon as
+there is one, and the results file written, so that a run may be killed at any moment. A measurement that fails is kept
+with its traceback; the run continues, and the next one tries it again. Nothing is fetched: backbones are the shipped
 ones, or Llama shapes of 1 B, 3 B and 8 B with random weights that are made on the device. Packages that are not there
 (trl with datasets, bitsandbytes, pykeops) leave rows without a figure and with the reason.
 
@@ -19,10 +22,11 @@ two; the share of the best product that was measured stands beside it.
 from __future__ import annotations
 
 import argparse
+import tempfile
 from pathlib import Path
 
 from benchmarks._harness import RESULTS
-from benchmarks.gpu.measurements import Measurement, Store, still_holds
+from benchmarks.gpu.measurements import Measurement, Store, failure, still_holds
 from benchmarks.gpu.runner import Run, matches
 
 KEPT = RESULTS / "gpu" / "measured.jsonl"
@@ -30,38 +34,51 @@ KEPT = RESULTS / "gpu" / "measured.jsonl"
 
 def main() -> None:
     """Measure what is missing and write benchmarks/results/gpu.json."""
-    from benchmarks.gpu.plan import plan
+    from benchmarks.gpu.plan import plan, rehearsed
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="*", metavar="PATTERN", help="of the names of the measurements to make")
-    parser.add_argument("--minutes", type=float, help="begin nothing that would not be over by then")
+    parser.add_argument("--minutes", type=float, help="begin nothing that would not be over by then, and end then")
+    parser.add_argument("--rehearse", action="store_true", help="at toy size on the CPU, into a temporary folder")
     parser.add_argument(
         "--fresh", action="store_true", help="forget what is kept of the measurements that --rows names"
     )
     parser.add_argument("--list", action="store_true", help="only print the names and what is kept")
-    parser.add_argument("--kept", type=Path, default=KEPT, help="file that keeps what was measured")
+    parser.add_argument("--kept", type=Path, help="file that keeps what was measured, if not the committed one")
     parser.add_argument("--out", type=Path, help="results file, if not the committed one")
-    parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
+    parser.add_argument("--device", help="cuda (the default) or cuda:N")
     parser.add_argument("--commit", help="of this tree, where it is a copy without its repository")
     chosen = parser.parse_args()
-    store = Store(chosen.kept)
+    entries, kept_in, out, device = plan(), chosen.kept or KEPT, chosen.out, chosen.device or "cuda"
+    if chosen.rehearse:
+        folder = Path(tempfile.mkdtemp(prefix="flatshift-gpu-"))
+        if device != "cuda" or any(path and path.resolve().is_relative_to(RESULTS) for path in (chosen.kept, out)):
+            parser.error("--rehearse runs on the CPU and keeps nothing among the results; leave the other flag out")
+        entries, device = rehearsed(entries), "cpu"
+        kept_in, out = chosen.kept or folder / "measured.jsonl", out or folder / "gpu.json"
+    store = Store(kept_in)
     if chosen.list:
         kept = store.read()
-        for m in plan():
+        for m in entries:
             if isinstance(m, Measurement) and matches(m.name, chosen.rows):
                 held = f"kept, {kept[m.name].device}" if still_holds(m, kept, None) else "missing"
+                if failure(m, kept, None) is not None:
+                    held = f"failed, {kept[m.name].device}"
                 print(f"{m.name:45} about {m.seconds:4.0f} s  {held}")
         return
     run = Run(
-        plan(),
+        entries,
         store,
-        device=chosen.device,
+        device=device,
         pattern=chosen.rows,
         minutes=chosen.minutes,
-        out=chosen.out,
+        out=out,
         commit=chosen.commit,
     )
     run.all(fresh=chosen.fresh)
+    if chosen.rehearse:
+        print("rehearsed at toy size on the CPU: figures and bars mean nothing, only that nothing failed")
+        raise SystemExit(1 if run.failed("cpu") else 0)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,15 @@ class Device:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.torch)
 
+    def computes(self) -> bool:
+        """Whether it still gives right results: after an illegal access nothing works in a context any more."""
+        import torch
+
+        try:
+            return bool(torch.ones(8, device=self.torch).sum().item() == 8)
+        except RuntimeError:
+            return False
+
     def peak_bytes(self) -> float:
         """Most bytes given out at once since `clear`, by the device's allocator; of a CPU what is resident now."""
         import torch

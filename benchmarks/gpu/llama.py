@@ -92,17 +92,11 @@ def operations(shape: Shape, *, rows: int, sequence: int, rank: int) -> Operatio
     )
 
 
-def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = "bf16") -> Any:
-    """A frozen decoder of this shape with normal weights, made on the device; the same at every call on one device."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
+def configuration(shape: Shape) -> Any:
+    """Of transformers."""
+    from transformers import LlamaConfig
 
-    from finetune.seeds import torch_generator
-
-    logging.set_verbosity_error()
-    where = torch.device(device)
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.inner,
@@ -114,6 +108,18 @@ def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = 
         tie_word_embeddings=shape.tied,
         pad_token_id=PAD,
     )
+
+
+def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = "bf16") -> Any:
+    """A frozen decoder of this shape with normal weights, made on the device; the same at every call on one device."""
+    import torch
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    from finetune.seeds import torch_generator
+
+    logging.set_verbosity_error()
+    where, config = torch.device(device), configuration(shape)
     wide, before = torch.bfloat16 if precision == "bf16" else torch.float32, torch.get_default_dtype()
     torch.set_default_dtype(wide)
     try:
@@ -131,14 +137,22 @@ def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = 
     return model.requires_grad_(False)
 
 
-def adapted(shape: Shape, device: Any, *, rank: int, checkpointing: Any = "none") -> Any:
-    """The same with an adapter on all linear layers, in bf16, as a run has it."""
+def adapted(
+    shape: Shape,
+    device: Any,
+    *,
+    rank: int,
+    checkpointing: Any = "none",
+    precision: Literal["fp32", "bf16"] = "bf16",
+) -> Any:
+    """The same with an adapter on all linear layers, as a run has it."""
     from finetune.adapters.adapter import attach_adapter
     from finetune.config import Adapter
     from finetune.parallel.activation_checkpoint import checkpoint_activations
     from finetune.tasks import LanguageModel
 
-    model = attach_adapter(backbone(shape, device), Adapter(rank=rank), task=LanguageModel(pack=False), seed=SEED)
+    frozen = backbone(shape, device, precision=precision)
+    model = attach_adapter(frozen, Adapter(rank=rank), task=LanguageModel(pack=False), seed=SEED)
     checkpoint_activations(model, checkpointing)
     return model
 

@@ -82,6 +82,9 @@ class Kept:
     """What the measurement took."""
     place: dict[str, Any]
     """`machine`, `versions`, `commit` and `dirty` of the results file."""
+    failed: dict[str, Any] | None = None
+    """`reason` and `traceback` of a measurement that failed, and `stopped`, true where its minutes were over; it has no
+    figures, and is tried again."""
 
 
 class Store:
@@ -127,9 +130,20 @@ class Store:
 
 def still_holds(measurement: Measurement, kept: Mapping[str, Kept], device: str | None) -> bool:
     """Whether there is a result of this measurement, with these arguments, of this device (None: of any)."""
+    found = _of(measurement, kept, device)
+    return found is not None and found.failed is None
+
+
+def failure(measurement: Measurement, kept: Mapping[str, Kept], device: str | None) -> dict[str, Any] | None:
+    """`Kept.failed` of this measurement, with these arguments, on this device (None: on any)."""
+    found = _of(measurement, kept, device)
+    return None if found is None else found.failed
+
+
+def _of(measurement: Measurement, kept: Mapping[str, Kept], device: str | None) -> Kept | None:
     found = kept.get(measurement.name)
     same = found is not None and found.arguments == json.loads(json.dumps(dict(measurement.arguments)))
-    return same and found is not None and (device is None or found.device == device)
+    return found if same and found is not None and device in (None, found.device) else None
 
 
 def fill(
@@ -144,7 +158,7 @@ def fill(
     """Every row of the plan into `bench`: with its figures, or null with the reason.
 
     device: whose results count; None: any. reasons: by name, why a measurement has no result; otherwise: the reason of
-    those that have none there.
+    those that have none there and did not fail.
     """
     here = {m.name: kept[m.name] for m in plan if isinstance(m, Measurement) and still_holds(m, kept, device)}
     for entry in plan:
@@ -152,7 +166,8 @@ def fill(
             reason = {} if here else {"reason": otherwise}
             _put(bench, entry.row, reason or entry.figures(here))
             continue
-        missing = {"reason": reasons.get(entry.name, otherwise)}
+        broken = failure(entry, kept, device)
+        missing = {"reason": reasons.get(entry.name, otherwise if broken is None else broken["reason"])}
         for row in entry.rows:
             figures = here[entry.name].figures if entry.name in here else {row.figure: missing}
             _put(bench, row, figures.get(row.figure, {"reason": f"its measurement gave no {row.figure}"}))

@@ -8,6 +8,7 @@ where they started.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -33,10 +34,14 @@ KINDS = (
     "regress",
     "seq2seq",
     "masked-lm",
+    "preference",
 )
+PACKED = ("language-model", "completion", "chat")
+"""Those whose rows can be packed."""
 REGULARIZERS = ("plain", "ggpo", "mgpo")
 BACKBONES = {"seq2seq": "flatshift-t5-3m", "masked-lm": "flatshift-encoder-3m"}
 """Those that are not `flatshift-5m`."""
+SOURCES = {"chat": "sample:gsm8k/train", "preference": "sample:statements/train"}
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,9 @@ class Objective:
     labels: tuple[str, ...] | None
 
 
-def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
-    """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens."""
+def objective(kind: str, *, rows: int, length: int, limit: int, pack: bool | None = None) -> Objective:
+    """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens; packed
+    or not (None: as the task's default is)."""
     from finetune import tasks
     from finetune.data.batches import Batches
     from finetune.data.encoding import encode
@@ -67,8 +73,11 @@ def objective(kind: str, *, rows: int, length: int, limit: int) -> Objective:
         "regress": tasks.Regress(standardise=False),
         "seq2seq": tasks.Seq2Seq(prompt="{text}", target="{label}: {text}", max_truncated=1.0),
         "masked-lm": tasks.MaskedLM(),
+        "preference": tasks.Preference(answer=" {answer}", max_truncated=1.0),
     }[kind]
-    source = "sample:gsm8k/train" if kind == "chat" else "sample:scicite/train"
+    if pack is not None:
+        task = dataclasses.replace(task, pack=pack)
+    source = SOURCES.get(kind, "sample:scicite/train")
     rows_of_kind = read_rows([source], required=task.columns())
     found = [row for row, _ in zip(rows_of_kind, range(limit), strict=False)]
     labels: tuple[str, ...] | None = None
@@ -123,16 +132,17 @@ def trained(
     folder: Path,
     save_every: int = 0,
     on_step: Any = None,
+    deterministic: bool = False,
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses of the updates, and by how much each trained tensor moved (CPU, float64)."""
+    from benchmarks._rehearsal import REGULARIZERS as known
     from finetune.adapters.adapter import attach_adapter, trainable
     from finetune.config import Adapter, Evaluate, Optimizer, Train
     from finetune.models.load import load_backbone
     from finetune.run_directory import RunDirectory
     from finetune.train.loop import TrainingStage, train_stage
-    from regularizers import build, config
+    from regularizers import build
 
-    known: dict[str, Any] = {"plain": config.Plain(), "ggpo": config.GGPO(), "mgpo": config.MGPO()}
     backbone = load_backbone(
         made.backbone, task=made.task, label_names=made.labels, precision=precision, dropout=0.0, device=device
     )
@@ -162,6 +172,7 @@ def trained(
                 keep=2,
                 device=device,
                 threads=None,
+                deterministic=deterministic,
             ),
             evaluate=Evaluate(),
             regularizer=build(known[regularizer]),
@@ -237,7 +248,8 @@ def resumed(
     length: int = 96,
     limit: int = 200,
 ) -> Figures:
-    """Bits of a run that a process of its own is killed in, and that goes on, beside a run that nobody killed.
+    """Bits of a deterministic run that a process of its own is killed in, and that goes on, beside a run that nobody
+    killed.
 
     The other figure is that of two runs that nobody killed: where those differ, it is not the resume that does it.
     """
@@ -252,6 +264,7 @@ def resumed(
             regularizer="ggpo",
             folder=folder,
             save_every=2,
+            deterministic=True,
         )[1]
 
     with tempfile.TemporaryDirectory() as place:
@@ -263,8 +276,8 @@ def resumed(
             raise RuntimeError(f"the run that was to be killed ended with {done.returncode}: {done.stderr[-300:]}")
         resumed = run(Path(place) / "killed")
     return {
-        "resumed": {"ours": float(_unlike(resumed, whole))},
-        "repeated": {"ours": float(_unlike(again, whole))},
+        "resumed": {"ours": float(unlike(resumed, whole))},
+        "repeated": {"ours": float(unlike(again, whole))},
     }
 
 
@@ -279,11 +292,12 @@ def die(device: str, precision: str, updates: int, after: int, rows: int, length
         regularizer="ggpo",
         folder=Path(folder),
         save_every=2,
+        deterministic=True,
         on_step=lambda line: os.kill(os.getpid(), signal.SIGKILL) if line["step"] == after else None,
     )
 
 
-def _unlike(mine: dict[str, Any], theirs: dict[str, Any]) -> int:
+def unlike(mine: dict[str, Any], theirs: dict[str, Any]) -> int:
     """Trained numbers that are not the same."""
     assert mine.keys() == theirs.keys()
     return sum(int((mine[name] != other).sum()) for name, other in theirs.items())

@@ -1,8 +1,8 @@
 """Runs the measurements that are missing, in child processes that keep each result as soon as there is one.
 
-A child goes on with the next measurement after one that ran out of the device's memory, and ends after any other
-failure: an illegal access leaves a CUDA context in which nothing works any more. What ends without a word (a crash, the
-machine's memory, its time) costs the measurement under way alone.
+A measurement that fails is kept with its traceback, and tried again by the next run. A child goes on with the next one
+where the device still computes: an illegal access leaves a CUDA context in which nothing works any more. What ends
+without a word (a crash, the machine's memory, its time) costs the measurement under way alone.
 """
 
 from __future__ import annotations
@@ -19,18 +19,25 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import ROOT, Benchmark, where
-from benchmarks.gpu.measurements import Best, Kept, Measurement, Store, fill, still_holds
+from benchmarks._harness import ROOT, Benchmark, table, where
+from benchmarks.gpu.measurements import Best, Kept, Measurement, Store, failure, fill, still_holds
+from finetune.compute.allocator import fixed_workspaces, growing_segments
 
-GRACE_S = 20.0
-"""How long after the end of its minutes a measurement may go on before it is stopped."""
+TRACEBACK = 8000
+"""Characters that are kept of a traceback, its end."""
 NO_DEVICE = "no CUDA device on this machine"
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes", "geomloss", "pykeops", "numpy")
+OUT_OF_MINUTES = "out of minutes: run the command again"
+PACKAGES = (
+    *("torch", "triton", "transformers", "peft", "accelerate", "trl", "liger-kernel", "bitsandbytes"),
+    *("geomloss", "pykeops", "numpy"),
+)
 
 
 @dataclass
@@ -62,11 +69,17 @@ class Run:
         return found
 
     def missing(self, name: str) -> list[Measurement]:
-        """Of the chosen those without a result of the device `name`."""
+        """Of the chosen those without a result of the device `name`, in the plan's order."""
         kept = self.store.read()
         if self.store.torn:
             print(f"{self.store.path}: {self.store.torn} torn lines left out; their measurements are made again")
         return [m for m in self.chosen if not still_holds(m, kept, name)]
+
+    def failed(self, name: str | None) -> dict[str, dict[str, Any]]:
+        """`Kept.failed` of those that failed on the device `name` (None: on any), by measurement."""
+        kept = self.store.read()
+        found = {m.name: failure(m, kept, name) for m in self.chosen}
+        return {measurement: broken for measurement, broken in found.items() if broken is not None}
 
     # ------------------------------------------------------------------ the whole
 
@@ -87,12 +100,22 @@ class Run:
         while todo and (ends is None or time.time() < ends):
             todo = self.child(todo, ends, name)
         for measurement in todo:
-            self.reasons.setdefault(measurement.name, "out of minutes: run the command again")
-        return self.write(name, "not measured yet: run the command again without --rows")
+            self.reasons.setdefault(measurement.name, OUT_OF_MINUTES)
+        path = self.write(name, "not measured yet: run the command again without --rows")
+        for measurement, broken in self.failed(name).items():
+            print(f"{measurement}: {broken['reason']}")
+        if self.failed(name):
+            print(f"tracebacks: {self.store.path}; the same command tries these again")
+        return path
+
+    def _guess(self, measurement: Measurement, kept: Kept | None) -> float:
+        """Seconds that it may take: more than those after which it was stopped last time."""
+        stopped = kept is not None and kept.failed is not None and kept.failed["stopped"]
+        return max(measurement.seconds, 1.5 * kept.seconds) if stopped and kept is not None else measurement.seconds
 
     def child(self, todo: Sequence[Measurement], ends: float | None, name: str) -> list[Measurement]:
         """One process for as many of `todo` as it manages; returns those that are left to another."""
-        under_way, done = None, set()
+        under_way, began, done, kept = None, 0.0, set(), self.store.read()
         with tempfile.TemporaryDirectory() as folder, (Path(folder) / "stderr").open("w+b") as errors:
             task = Path(folder) / "todo.json"
             task.write_text(
@@ -102,25 +125,27 @@ class Run:
                         "store": str(self.store.path.resolve()),
                         "ends": ends,
                         "commit": self.commit,
-                        "todo": [[m.name, m.function, dict(m.arguments), m.seconds] for m in todo],
+                        "todo": [
+                            [m.name, m.function, dict(m.arguments), self._guess(m, kept.get(m.name))] for m in todo
+                        ],
                     }
                 )
             )
             process = subprocess.Popen(
                 [sys.executable, "-c", f"from benchmarks.gpu.runner import work; work({str(task)!r})"],
                 cwd=ROOT,
-                env=_environment(),
+                env=_environment(self.device),
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
                 start_new_session=True,
             )
-            with _ended(process, None if ends is None else ends + GRACE_S - time.time()):
+            with _ended(process, None if ends is None else ends - time.time()):
                 assert process.stdout is not None
                 for line in process.stdout:
                     kind, _, rest = line.rstrip("\n").partition(" ")
                     if kind == "BEGIN":
-                        under_way = rest
+                        under_way, began = rest, time.time()
                         print(f"  {rest} …", flush=True)
                     elif kind in ("KEPT", "LEFT"):
                         measured, _, reason = rest.partition(" ")
@@ -135,20 +160,34 @@ class Run:
                 code = process.wait()
             if under_way is not None:
                 done.add(under_way)
-                self.reasons[under_way] = _cause(code, errors)
-                print(f"  {under_way}: {self.reasons[under_way]}", flush=True)
-            elif code != 0 and not done:
-                raise RuntimeError(f"the measuring process ended before it began: {_cause(code, errors)}")
+                stopped = ends is not None and time.time() >= ends
+                said = _last(errors)
+                reason = self.reasons[under_way] = _cause(code, said, stopped)
+                (broken,) = (m for m in todo if m.name == under_way)
+                failed = {"reason": reason, "traceback": said, "stopped": stopped}
+                took = round(time.time() - began, 2)
+                place = _place(self.commit)
+                self.store.add(Kept(under_way, dict(broken.arguments), name, {}, took, place, failed))
+                print(f"  {under_way}: {reason}", flush=True)
+            elif code != 0 and not done and (ends is None or time.time() < ends):
+                raise RuntimeError(f"the measuring process ended before it began: {_last(errors)}")
         return [m for m in todo if m.name not in done]
 
     def write(self, name: str | None, otherwise: str, *, quiet: bool = False) -> Path:
         """The results file from what is kept: of the device `name`, or of wherever it was measured."""
         kept = self.store.read()
         bench = Benchmark("gpu", packages=PACKAGES)
-        with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+        with contextlib.redirect_stdout(io.StringIO()):
             fill(bench, self.plan, kept, device=name, reasons=self.reasons, otherwise=otherwise)
             held = [kept[m.name] for m in self.plan if isinstance(m, Measurement) and still_holds(m, kept, name)]
-            return bench.finish(self.out, place=held[-1].place if held else None)
+            path = bench.finish(self.out, place=held[-1].place if held else None)
+        if not quiet:
+            measured = [row for row in bench.rows if row["runs"]]
+            print(table(measured) if measured else "no row has a figure")
+            for reason, rows in Counter(row["reason"] for row in bench.rows if not row["runs"]).most_common():
+                print(f"{rows} rows without a figure: {reason}")
+            print(f"{path}: {sum(row['holds'] is False for row in bench.rows)} bars missed")
+        return path
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -178,51 +217,65 @@ def _ended(process: subprocess.Popen[str], after: float | None) -> Iterator[None
             process.wait()
 
 
-def _environment() -> dict[str, str]:
+def _environment(device: str) -> dict[str, str]:
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    found.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    found |= growing_segments(found) | fixed_workspaces(found)
+    if device == "cpu":  # toy sizes: threads that wait for one another cost more than they compute
+        found.setdefault("OMP_NUM_THREADS", "1")
     return {**found, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def _cause(code: int, errors: Any) -> str:
+def _last(errors: Any) -> str:
+    """The end of what a child wrote to its standard error."""
     errors.seek(0)
-    said = errors.read().decode(errors="replace").strip().splitlines()
+    return str(errors.read().decode(errors="replace").strip()[-TRACEBACK:])
+
+
+def _cause(code: int, said: str, stopped: bool) -> str:
+    if stopped:
+        return "stopped at the end of its minutes: run the command again"
     if code == -signal.SIGKILL:
-        return "its process was killed (out of minutes, or of the machine's memory): run the command again"
-    return f"failed: {said[-1][:300] if said else f'its process ended with code {code}'}"
+        return "its process was killed (out of the machine's memory?): run the command again"
+    return f"failed: {said.splitlines()[-1][:300] if said else f'its process ended with code {code}'}"
+
+
+def _place(commit: str | None) -> dict[str, Any]:
+    """What a kept result says of the tree and the machine."""
+    place = where(PACKAGES)
+    return {**place, "commit": place["commit"] or commit or "unknown"}
 
 
 # --------------------------------------------------------------------------------------------- inside the child
 
 
 def work(file: str) -> None:
-    """Make the measurements of a list in order, as far as its time reaches; each result is kept at once."""
+    """Make the measurements of a list in order, as far as its time reaches; each result or failure is kept at once."""
     from benchmarks.gpu.devices import Device, first_line, out_of_memory
 
     asked = json.loads(Path(file).read_text())
     parent, device, store = os.getppid(), Device(asked["device"]), Store(Path(asked["store"]))
-    place = where(PACKAGES)
-    place["commit"] = place["commit"] or asked["commit"] or "unknown"
+    place = _place(asked["commit"])
     for name, function, arguments, guess in asked["todo"]:
         if asked["ends"] is not None and time.time() + guess > asked["ends"]:
-            print(f"LEFT {name} out of minutes: run the command again", flush=True)
+            print(f"LEFT {name} {OUT_OF_MINUTES}", flush=True)
             continue
         if os.getppid() != parent:
             return  # nobody listens any more
         print(f"BEGIN {name}", flush=True)
-        began = time.perf_counter()
+        began, figures, reason, failed = time.perf_counter(), {}, "", None
         device.clear()
         try:
             figures = call(function, device=asked["device"], **arguments)
         except Exception as error:
-            if out_of_memory(error):
-                print(f"LEFT {name} out of the device's memory: {first_line(error)}", flush=True)
-                continue
-            print(f"LEFT {name} failed: {type(error).__name__}: {first_line(error)}", flush=True)
-            raise
+            full = out_of_memory(error)
+            what = "out of the device's memory" if full else f"failed: {type(error).__name__}"
+            reason = f"{what}: {first_line(error)}"
+            failed = {"reason": reason, "traceback": traceback.format_exc()[-TRACEBACK:], "stopped": False}
         took = time.perf_counter() - began
-        store.add(Kept(name, arguments, device.model, figures, round(took, 2), place))
-        print(f"KEPT {name}", flush=True)
+        store.add(Kept(name, arguments, device.model, figures, round(took, 2), place, failed))
+        print(f"KEPT {name}" if failed is None else f"LEFT {name} {reason}", flush=True)
+        if failed is not None and not device.computes():
+            return  # the next child begins with a context of its own
 
 
 def call(function: str, **arguments: Any) -> Any:

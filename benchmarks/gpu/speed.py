@@ -12,12 +12,12 @@ import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.gpu.devices import PUBLISHED_TOKENS, Device, best_product, dense_peak, first_line, out_of_memory
-from benchmarks.gpu.llama import SEED, SHAPES, Padder, Shape, adapted, batches, operations
+from benchmarks.gpu.llama import SEED, SHAPES, Padder, Shape, adapted, batches, configuration, operations
 from benchmarks.gpu.measurements import Figures
 
 Way = Literal["none", "selective", "full", "compiled"]
@@ -38,6 +38,7 @@ class Case:
     way: Way = "none"
     warm: int = 2
     updates: int = 3
+    precision: Literal["fp32", "bf16"] = "bf16"
 
     @property
     def checkpointing(self) -> Literal["none", "selective", "full"]:
@@ -52,42 +53,53 @@ def shape_of(name: str | Sequence[Any]) -> Shape:
 # --------------------------------------------------------------------------------------------- our updates
 
 
+def settings(case: Case, device: str) -> Any:
+    """The `Train` of a case."""
+    from finetune.config import Train
+
+    return Train(
+        steps=NEVER,
+        batch_size=case.rows,
+        max_length=case.sequence,
+        precision=case.precision,
+        checkpointing=case.checkpointing,
+        compile=case.way == "compiled",
+        save_every=0,
+        device=device,
+    )
+
+
+def stage_of(case: Case, device: str, folder: Path, *, regularizer: Any = None, **more: Any) -> tuple[Any, Any, Any]:
+    """Model, tokenizer and stage of a case, for `train_stage`. more: of `TrainingStage`, in place of the case's."""
+    from finetune.config import Evaluate, Optimizer
+    from finetune.run_directory import RunDirectory
+    from finetune.tasks import LanguageModel
+    from finetune.train.stage import TrainingStage
+    from regularizers import Plain, build
+
+    stage = TrainingStage(
+        name="fine-tune",
+        task=LanguageModel(pack=False),
+        batches=batches(case.shape, rows=case.rows, sequence=case.sequence),
+        dev=[],
+        optimizer=Optimizer(lr=1e-4),
+        train=settings(case, device),
+        evaluate=Evaluate(),
+        regularizer=build(regularizer or Plain()),
+        run=RunDirectory.create(folder),
+        seed=SEED,
+    )
+    model = adapted(case.shape, device, rank=case.rank, checkpointing=case.checkpointing, precision=case.precision)
+    return model, Padder(), replace(stage, **more)
+
+
 class Updates:
     """A stage of ours under way, update by update; nothing of it is saved."""
 
     def __init__(self, case: Case, device: str, folder: Path, *, regularizer: Any = None) -> None:
-        from finetune.config import Evaluate, Optimizer, Train
-        from finetune.run_directory import RunDirectory
         from finetune.stacked.together import stage_work
-        from finetune.tasks import LanguageModel
-        from finetune.train.stage import TrainingStage
-        from regularizers import Plain, build
 
-        self._stage = stage_work(
-            adapted(case.shape, device, rank=case.rank, checkpointing=case.checkpointing),
-            Padder(),  # type: ignore[arg-type]
-            TrainingStage(
-                name="fine-tune",
-                task=LanguageModel(pack=False),
-                batches=batches(case.shape, rows=case.rows, sequence=case.sequence),
-                dev=[],
-                optimizer=Optimizer(lr=1e-4),
-                train=Train(
-                    steps=NEVER,
-                    batch_size=case.rows,
-                    max_length=case.sequence,
-                    precision="bf16",
-                    checkpointing=case.checkpointing,
-                    compile=case.way == "compiled",
-                    save_every=0,
-                    device=device,
-                ),
-                evaluate=Evaluate(),
-                regularizer=build(regularizer or Plain()),
-                run=RunDirectory.create(folder),
-                seed=SEED,
-            ),
-        )
+        self._stage = stage_work(*stage_of(case, device, folder, regularizer=regularizer))
         self._work = next(self._stage)
 
     def update(self) -> None:
@@ -101,7 +113,7 @@ class Updates:
 
 
 @contextlib.contextmanager
-def updates(case: Case, device: str, *, regularizer: Any = None) -> Iterator[Updates]:
+def open_updates(case: Case, device: str, *, regularizer: Any = None) -> Iterator[Updates]:
     """`Updates` in a folder of its own, left at the end."""
     with tempfile.TemporaryDirectory() as folder:
         made = Updates(case, device, Path(folder) / "run", regularizer=regularizer)
@@ -114,7 +126,7 @@ def updates(case: Case, device: str, *, regularizer: Any = None) -> Iterator[Upd
 def ours(case: Case, device: str) -> list[float]:
     """Seconds of each counted update."""
     where = Device(device)
-    with updates(case, device) as run:
+    with open_updates(case, device) as run:
         for _ in range(case.warm):
             run.update()
         return [where.seconds(run.update) for _ in range(case.updates)]
@@ -142,7 +154,7 @@ PEERS: dict[str, Callable[[Case, str], list[float]]] = {TRAINER: trainer, SFT: s
 NEEDS = {TRAINER: (), SFT: ("trl", "datasets")}
 
 
-def _trained(case: Case, device: str, settings: Any, kind: Any, more: dict[str, Any], built: dict[str, Any]) -> Any:
+def _trained(case: Case, device: str, arguments: Any, kind: Any, more: dict[str, Any], built: dict[str, Any]) -> Any:
     import transformers
 
     from benchmarks.train_step import common_arguments, rows_of
@@ -177,7 +189,7 @@ def _trained(case: Case, device: str, settings: Any, kind: Any, more: dict[str, 
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         run = kind(
             model=model,
-            args=settings(**{**common, "output_dir": folder}, **more),
+            args=arguments(**{**common, "output_dir": folder}, **more),
             train_dataset=data,
             data_collator=lambda batch: dict(rows[batch[0]["number"]]) if "number" in batch[0] else batch[0],
             callbacks=[Stamp()],
@@ -278,6 +290,34 @@ def speed(
             found[figure] = {"reason": "no data sheet's peak is known for this device"}
         else:
             found[figure] = {"ours": [work / t / 1e12 / peak for t in mine.seconds]}
+    return found | _planned(case, device, mine)
+
+
+def _planned(case: Case, device: str, mine: Seen) -> Figures:
+    """By how much peak memory and seconds of an update are off what `flatshift plan --gpus here` says."""
+    if mine.reason is not None:
+        return {figure: {"reason": mine.reason} for figure in ("memory_plan", "seconds_plan")}
+    from finetune.config import Adapter, Mesh
+    from finetune.planner.cluster import Cluster, read_sizes
+    from finetune.planner.devices import at_hand
+    from finetune.planner.layouts import priced
+    from finetune.planner.rules import Settings
+    from finetune.tasks import LanguageModel
+
+    task, adapter = LanguageModel(pack=False), Adapter(rank=case.rank)
+    with tempfile.TemporaryDirectory() as folder:
+        configuration(case.shape).save_pretrained(folder)
+        sizes = read_sizes(folder, adapter).under(task)
+    cluster = Cluster.at_hand(at_hand(device), 1, 1)
+    layout = priced(Settings(Mesh(), settings(case, device), adapter, task), sizes, cluster)
+    found: Figures = {}
+    for figure, measured, planned, unit in (
+        ("memory_plan", mine.bytes, float(layout.needs.total), 2**30),
+        ("seconds_plan", mine.seconds, layout.time.total, 1.0),
+    ):
+        off = [abs(value / planned - 1) for value in measured]
+        middle = statistics.median(measured) / unit
+        found[figure] = {"ours": off, "reason": f"measured {middle:.4g}, planned {planned / unit:.4g}"}
     return found
 
 
@@ -310,10 +350,10 @@ def regularized(
     from regularizers import config
 
     where, case = Device(device), Case(shape_of(shape), sequence, rows, rank, way, warm)
-    settings = {"ggpo": config.GGPO, "mgpo": config.MGPO}[kind]()
+    noise = {"ggpo": config.GGPO, "mgpo": config.MGPO}[kind]()
     noisy: list[float] = []
     plain: list[float] = []
-    with updates(case, device, regularizer=settings) as mine, updates(case, device) as theirs:
+    with open_updates(case, device, regularizer=noise) as mine, open_updates(case, device) as theirs:
         for run in (mine, theirs):
             for _ in range(warm):
                 run.update()

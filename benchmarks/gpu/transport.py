@@ -90,6 +90,25 @@ def solve(
     return found
 
 
+def agreement(*, device: str, n: int, m: int, d: int = 64, budget: float = 0.05) -> Figures:
+    """GOT-D's scores on the device beside the CPU's: the largest difference as a share of their spread, and how much of
+    the best `budget` of the pool is chosen by both."""
+    from selection import GotDSelector, Pool
+
+    x, y = data(n, m, d, "cpu")
+    pool, target, scores = Pool(features=x), Pool(features=y), []
+    for where in ("cpu", device):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what was not reached was so on both
+            scores.append(np.asarray(GotDSelector(device=where).fit(pool, target).scores_, dtype=np.float64))
+    reference, ours = scores
+    best = [set(np.argsort(values)[: max(1, int(budget * n))].tolist()) for values in scores]
+    return {
+        "scores": {"ours": float(np.abs(ours - reference).max() / np.ptp(reference))},
+        "chosen": {"ours": len(best[0] & best[1]) / len(best[0])},
+    }
+
+
 def _passes(
     x: np.ndarray, y: np.ndarray, epsilon: float, where: Device, passes: int
 ) -> tuple[list[float], float, np.ndarray]:

@@ -11,6 +11,7 @@ import re
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from experiments.recipe.config import Recipe
 from finetune.config import DataChecks
 from finetune.data.columns import Examples
 from finetune.data.example import Encoded, Example
-from finetune.data.rows import FORMS, PROMPTS, Row
+from finetune.data.preference import CHOSEN, REJECTED
+from finetune.data.rows import Row, form_columns
 from finetune.errors import UserError, shortened
 from finetune.seeds import derive
 
@@ -34,6 +36,8 @@ _SHOWN = 12
 """Classes, columns or keys in one sentence."""
 _SHORTEST = 8
 """Characters of a prompt from which an answer that begins with it repeats it."""
+_CONTEXT = ("text2", "tools", "system")
+"""Optional columns that are read with the prompt; the others are answers."""
 _TURN = {"role", "content", "weight", "from", "value"}
 """Keys by which every turn is read."""
 
@@ -43,7 +47,7 @@ Place = tuple[Split, int]
 
 @dataclass
 class _Tally:
-    """How often something was found, with the places of examples and what is to be said of each."""
+    """The count of one kind of finding, with the places and the description of some examples."""
 
     count: int = 0
     examples: list[tuple[list[Place], str]] = field(default_factory=list)
@@ -63,7 +67,7 @@ def _tally(found: Iterable[str]) -> _Tally:
 
 @dataclass
 class _Hashes:
-    """What is known of the rows of a split, in order."""
+    """The rows of a split, in order."""
 
     keys: array[int] = field(default_factory=lambda: array("q"))
     """Of the row: of a classifier or regression its text, of others all that it says."""
@@ -84,8 +88,8 @@ class RowChecks:
         task, projector = recipe.task, recipe.adapter.projector
         self._prompt, optional = task.prompt_columns(), task.optional_columns()
         own = tuple(name for name in task.columns() if name not in self._prompt)
-        self._read = self._prompt if task.by_answer else (*self._prompt, *optional)
-        self._answers = (*own, *optional) if task.by_answer else own
+        self._read = (*self._prompt, *(name for name in optional if name in _CONTEXT))
+        self._answers = (*own, *(name for name in optional if name not in _CONTEXT))
         self._all = (*self._read, *self._answers)
         self._parts = parts_of(recipe.data)
         self._features = None if projector is None else projector.features
@@ -120,7 +124,8 @@ class RowChecks:
             if self.settings.unread != "off":
                 self._look_for_unread(row, place, part, encoder)
         if self._near is not None:
-            self._near.add(split, [" ".join(_texts(row, self._read)) for row in usable])
+            names = self._read if self.task.by_example else self._all
+            self._near.add(split, [" ".join(_texts(row, names)) for row in usable])
 
     def _row(self, row: Row, place: Place) -> None:
         read, answers = ([folded(text) for text in _texts(row, names)] for names in (self._read, self._answers))
@@ -131,7 +136,7 @@ class RowChecks:
             label = None if row.id in self._wrong else row.values.get("label")
             held.texts.append(hash(tuple(read)))
             held.labels.append(-1 if label is None else self._labels.setdefault(label, len(self._labels)))
-        if self.task.by_answer and len(answers) == 2 and answers[0] == answers[1]:
+        if self.task.by_answer and _same(row.values.get(CHOSEN), row.values.get(REJECTED)):
             self._found("same_answers").add(place)
         if self._repeats(row, answers):
             self._found("repeated_prompts").add(place)
@@ -142,17 +147,25 @@ class RowChecks:
                 self._in_answers += any(self._control.search(text) for text in self._spoken(row))
 
     def _repeats(self, row: Row, answers: Sequence[str]) -> bool:
-        """Whether an answer begins with its prompt, where the one is written behind the other."""
-        if not (answers and self.task.causal):
+        """True if an answer begins with its prompt, where the one is written behind the other."""
+        if not self.task.causal:
             return False
         prompts = [folded(text) for name in self._prompt if isinstance(text := row.values.get(name), str)]
-        return any(len(p) >= _SHORTEST and answer.startswith(p) for p in prompts for answer in answers)
+        pairs = [(prompt, answer) for prompt in prompts for answer in answers]
+        if self.task.converses:
+            turns = [(turn, turn.get("content", turn.get("value"))) for turn in _turns(row.values.get("messages"))]
+            pairs += [
+                (folded(before), folded(text))
+                for (_, before), (turn, text) in pairwise(turns)
+                if _speaks(turn) and isinstance(before, str) and isinstance(text, str)
+            ]
+        return any(len(prompt) >= _SHORTEST and answer.startswith(prompt) for prompt, answer in pairs)
 
     def _spoken(self, row: Row) -> Iterator[str]:
         """The texts of a row that are supervised."""
         yield from _texts(row, self._answers if self._answers or self.task.converses else self._read)
         for turn in _turns(row.values.get("messages")) if self.task.converses else ():
-            if turn.get("role", turn.get("from")) in ("assistant", "gpt"):
+            if _speaks(turn):
                 yield from _leaves(turn)
 
     def _look_for_unread(self, row: Row, place: Place, part: int, encoder: Any) -> None:
@@ -173,9 +186,8 @@ class RowChecks:
     def _columns(self, split: Split, part: int, form: str) -> set[str]:
         """The columns of a part's records that something reads."""
         columns = (self._parts[split] or self._parts["train"])[part].columns
-        names = {getattr(columns, name, name) for name in (*self._all, "id")}
-        forms = PROMPTS if self.task.by_answer else FORMS
-        return {*names, *forms.get(form, ()), self._features or "", "repeat_of"}
+        names = (*self._all, "id", *form_columns(form, turns="messages" in self._read))
+        return {*(getattr(columns, name, name) for name in names), self._features or "", "repeat_of"}
 
     def _found(self, kind: str) -> _Tally:
         return self._tallies.setdefault(kind, _Tally())
@@ -183,7 +195,7 @@ class RowChecks:
     # ------------------------------------------------------------------------------------------------- all rows at once
 
     def close(self, train: Examples, names: Sequence[str] | None) -> list[dict[str, Any]]:
-        """What was found, as plain values: `findings` makes sentences of them.
+        """The findings as plain values; `findings` makes sentences of them.
 
         train: the training examples. names: the classes in head order.
         """
@@ -293,6 +305,11 @@ def _leaves(value: Any) -> Iterator[str]:
         yield str(value)
 
 
+def _same(one: Any, other: Any) -> bool:
+    """True for two answers, texts or turns, that say the same."""
+    return one is not None and [folded(text) for text in _leaves(one)] == [folded(text) for text in _leaves(other)]
+
+
 def _turns(value: Any) -> Iterator[Mapping[str, Any]]:
     """The turns in a column, which may hold a list, one turn, or the JSON text of a list."""
     if isinstance(value, str) and value.lstrip()[:1] == "[":
@@ -305,6 +322,11 @@ def _turns(value: Any) -> Iterator[Mapping[str, Any]]:
             yield turn
 
 
+def _speaks(turn: Mapping[str, Any]) -> bool:
+    """True for a turn of the assistant, in any form."""
+    return turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call")
+
+
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """Finds special tokens in a text, as the tokenizer does."""
     added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -313,7 +335,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | Non
 
 
 def _writes(example: Example, token: int) -> bool:
-    """Whether a token is among those that are supervised."""
+    """True if a token is among those that are supervised."""
     return any(isinstance(labels, list) and token in labels for labels in (example.labels, example.rejected_labels))
 
 
@@ -397,7 +419,7 @@ class _NearCopies:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one kind of check found."""
+    """The result of one kind of check."""
 
     kind: str
     """The setting of `data.checks`."""
@@ -415,7 +437,7 @@ class Finding:
 
 
 def findings(noted: Iterable[Mapping[str, Any]], splits: Mapping[Split, Examples]) -> tuple[Finding, ...]:
-    """What `RowChecks.close` noted, with the places as `file:line`."""
+    """The findings of `RowChecks.close`, with the places as `file:line`."""
 
     def shown(places: Iterable[Place], what: str) -> str:
         where = " and ".join(dict.fromkeys(splits[split][number].where for split, number in places))

@@ -25,16 +25,29 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
     if task.score != "generate":
         return
     from finetune.evaluate.answers import check_room
-    from finetune.models.backbone import open_backbone
 
-    counted = SimpleNamespace(
-        config=open_backbone(recipe.backbone).config,
-        soft_tokens=_taken(recipe),
-        features_before=recipe.adapter.projector,
-    )
+    counted = _counted(recipe)
     for judged in (judged_train(recipe, splits["train"]), splits["dev"], splits["test"]):
         if judged:
             check_room(counted, judged, task.max_new_tokens)
+
+
+def check_positions(recipe: Recipe) -> None:
+    """Raise UserError for a `train.max_length` above the backbone's table of positions; of architectures whose sizes
+    are not to be read off, the model itself is asked later (`finetune.train.stage.check_length`)."""
+    from finetune.models.backbone import open_backbone
+    from finetune.planner.footprint import Sizes
+    from finetune.train.stage import positions_left
+
+    try:
+        sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+    except UserError:
+        return
+    if not sizes.bounded or sizes.positions is None:
+        return
+    asked, left = recipe.train.max_length, sizes.positions - _taken(recipe)
+    if asked > left:
+        raise UserError(f"train.max_length: {asked} is above {positions_left(left, _counted(recipe))}")
 
 
 def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
@@ -43,8 +56,9 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
     Tables of learned positions are no case of it: `train.max_length` is held against them.
     """
     from finetune.models.backbone import open_backbone
+    from finetune.models.families import usable_positions
 
-    limit = getattr(open_backbone(recipe.backbone).config.get_text_config(), "max_position_embeddings", None)
+    limit = usable_positions(open_backbone(recipe.backbone).config)
     longest = max((longest_row(examples) for examples in splits), default=0)
     if limit is not None and longest + _taken(recipe) > limit:
         yield (
@@ -95,6 +109,70 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
             f"for the backward pass, and this machine has {gib(memory)}; take {fits:,} or fewer and raise "
             "train.accumulate, or lower train.max_length"
         )
+
+
+def evaluation_line(
+    recipe: Recipe,
+    splits: Mapping[Split, Sequence[Example]],
+    *,
+    classes: int,
+    device: str,
+    share: int = 1,
+    seconds: float | None = None,
+) -> str | None:
+    """What evaluating the run will take, for a person; None without rows, or where the backbone's sizes are unknown.
+
+    share: ranks that have rows of their own. seconds: of an update, where they are foretold.
+    """
+    from finetune.models.backbone import open_backbone
+    from finetune.planner.evaluation import evaluation_plan
+    from finetune.planner.footprint import Sizes
+
+    task, train = recipe.task, recipe.train
+    parts = {"train": judged_train(recipe, splits["train"]), "dev": splits["dev"], "test": splits["test"]}
+    parts["cold"] = (splits["test"] or splits["dev"])[: recipe.eval.cold]
+    parts = {name: rows for name, rows in parts.items() if len(rows)}
+    if not parts:
+        return None
+    try:
+        sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
+        sizes = sizes.under(task, classes=classes or None)
+    except UserError:  # an architecture whose sizes are not to be read off
+        return None
+    plan = evaluation_plan(
+        sizes,
+        task,
+        train,
+        batch_size=max(1, recipe.eval.batch_size // share),
+        rows=sum(map(len, parts.values())),
+        tokens=sum(map(_tokens, parts.values())),
+        longest=max(map(longest_row, parts.values())),
+        classes=classes if task.score == "rank" else 0,
+        device=device,
+    )
+    whole = task.pack or not len(splits["train"])
+    mean = train.max_length if whole else _tokens(splits["train"]) / len(splits["train"])
+    update = train.batch_size * train.accumulate * mean
+    named = ", ".join(f"{name} {len(rows):,}" for name, rows in parts.items())
+    return plan.line(named, tokens=update, seconds=seconds)
+
+
+def _tokens(examples: Sequence[Example]) -> int:
+    """Of all sides together."""
+    columns = Examples.of(examples)
+    found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
+    return sum(int(rows[2].sum()) for rows in found if rows is not None)
+
+
+def _counted(recipe: Recipe) -> SimpleNamespace:
+    """What of the laid out model counts positions."""
+    from finetune.models.backbone import open_backbone
+
+    return SimpleNamespace(
+        config=open_backbone(recipe.backbone).config,
+        soft_tokens=_taken(recipe),
+        features_before=recipe.adapter.projector,
+    )
 
 
 def _taken(recipe: Recipe) -> int:

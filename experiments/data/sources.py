@@ -133,7 +133,8 @@ def choose(
     counts: usable rows of each part. keys: of the training rows, where some are set apart.
     Raises UserError for a holdout of no row, a limit above the rows, and a source of which nothing is left.
     """
-    kept, apart = np.arange(sum(counts["train"])), {}
+    kept = np.arange(sum(counts["train"]))
+    apart: dict[Split, np.ndarray] = {}
     if keys is not None:
         kept, apart = set_apart(keys, data.holdout, [split for split in SPLITS[1:] if not parts[split]])
     train, start = [], 0

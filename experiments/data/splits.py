@@ -95,8 +95,9 @@ def read_splits(recipe: Recipe) -> SplitRows:
         for part in parts[split]:
             before = len(skipped)
             found = list(part.rows(data, task, skipped))
-            for row in found if keys is not None and split == "train" else ():
-                keys.add(row, part.columns)
+            if keys is not None and split == "train":
+                for row in found:
+                    keys.add(row, part.columns)
             if not found:
                 part.refuse_none(skipped[before:])
             rows[split] += found
@@ -121,7 +122,7 @@ def prepare(recipe: Recipe) -> Prepared:
     """Read and encode a recipe's rows, or take them from `data.cache`.
 
     Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, fewer than two classes,
-    and a cache directory that cannot be written to.
+    what `data.checks` refuses, and a cache directory that cannot be written to.
     """
     cache = token_cache(recipe)
     if cache is None or isinstance(cache, str):

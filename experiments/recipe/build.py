@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 import types
 import typing
 from typing import Any, Literal, Union
@@ -17,8 +18,10 @@ _LONG_WORD = 200
 """Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
 _RETIRED = ("quality",)
 """Keys of a recipe that the resolved ones of earlier runs still name, as null."""
-_MAY_BE_EMPTY = ("prompt", "system", "prefix")
+_MAY_BE_EMPTY = ("task.prompt", "task.system", "task.prefix")
 """Texts that go before others, where nothing is something to say."""
+_WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
+"""Texts that models read or write, in which a line break is meant by `\\n` on a command line."""
 _ROOM = 160
 """Characters for a list of what is known."""
 
@@ -51,15 +54,14 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
                 continue
             raise UserError(f"{where}: unknown key {_quoted(_join(path, key))}{nearest(key, names)}")
         values[names[key]] = _value(hints[names[key]], child, _join(path, key), origins)
-    for field in dataclasses.fields(cls):
-        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise UserError(f"{tree.where}: {_join(path, key_of(field.name))} is missing; it has no default")
+    for one in dataclasses.fields(cls):
+        if one.name not in values and one.default is one.default_factory is dataclasses.MISSING:
+            raise UserError(f"{tree.where}: {_join(path, key_of(one.name))} is missing; it has no default")
     _refuse_nothing(cls, values, tree, path)
     try:
         return cls(**values)
     except ValueError as error:
-        field = str(error).split(" ", 1)[0]
-        where = tree.keys.get(field, tree.where)
+        where = tree.keys.get(str(error).split(" ", 1)[0], tree.where)
         raise UserError(f"{where}: {_join(path, str(error))}") from None
 
 
@@ -79,7 +81,11 @@ def _refuse_nothing(cls: type, values: dict[str, Any], tree: Branch, path: str) 
     """Raise UserError for a setting that is an empty text and has another default."""
     for field in dataclasses.fields(cls):
         value, key = values.get(field.name), key_of(field.name)
-        if key not in _MAY_BE_EMPTY and field.default != "" and (value == "" or (type(value) is tuple and "" in value)):
+        if (
+            _join(path, key) not in _MAY_BE_EMPTY
+            and field.default != ""
+            and (value == "" or (type(value) is tuple and "" in value))
+        ):
             where = tree.keys.get(key, tree.where)
             raise UserError(f"{where}: {_join(path, key)} cannot be ''; give it a value, or leave it out")
 
@@ -184,7 +190,8 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
         return _plain(tuple[Any, ...], tree, path, origins)
     if hint is str and tree.where.startswith("--") and tree.text:
         origins[path] = tree.where  # text is taken as typed: `{text}` is a template, not a mapping; 1 is "1"
-        return _text(tree.text, Leaf(tree.text, tree.text, tree.where), path)
+        typed = _unescaped(tree.text) if path in _WRITTEN else tree.text
+        return _text(typed, Leaf(typed, typed, tree.where), path)
     if not isinstance(tree, Leaf):
         raise UserError(f"{tree.where}: {path} must be a single value, got {_shown(tree)}")
     origins[path] = tree.where
@@ -205,6 +212,11 @@ def _python(tree: Tree) -> Any:
     if isinstance(tree, Items):
         return [_python(item) for item in tree.items]
     return {key: _python(child) for key, child in tree.children.items()}
+
+
+def _unescaped(text: str) -> str:
+    """`text` with the line breaks and tabs that a shell hands on as two characters, `\\n` and `\\t`."""
+    return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
 
 
 def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:

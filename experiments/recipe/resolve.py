@@ -22,6 +22,7 @@ from finetune.atomic import read_object
 from finetune.config import Files, Source, TrainFiles
 from finetune.data.chat.template import AUTO, shipped_templates, template_text
 from finetune.errors import UserError, is_remote, shortened, user_path
+from finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
@@ -30,7 +31,7 @@ _DEFAULT = "default"
 HELD_OUT = 0.1
 """`data.holdout` where the training rows are the user's own and nothing is said of others to judge by."""
 OWN_ROWS = "names rows of your own"
-"""What the origins of settings end with that are so for that reason."""
+"""End of the origins of settings that are so for that reason."""
 _LENGTHS = ("steps", "epochs")
 """Of `train`: both say how long; the upper layer's word counts."""
 _EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
@@ -87,7 +88,7 @@ def _locate(reference: str, beside: Path | None = None) -> Path:
         return shipped_recipe(reference)
     if candidate.is_dir():
         raise UserError(
-            f"{reference} is a directory, not a recipe; to continue a run use `flatshift train --resume {reference}`"
+            f"{reference} is a directory, not a recipe; to continue a run use `{resume_command(reference)}`"
         )
     if candidate.exists():
         raise UserError(f"{reference} is a pipe, socket or device, not a recipe; write it to a file first")
@@ -181,7 +182,7 @@ def _on_own_rows(tree: Tree) -> Tree:
 
 
 def _at(tree: Tree, *path: str) -> Tree | None:
-    """What a tree says at a path; None where it says nothing, null or a default."""
+    """The tree at a path; None where there is none, a null or a default."""
     for key in path:
         found = tree.children.get(key) if isinstance(tree, Branch) else None
         if found is None or found.where == _DEFAULT or (isinstance(found, Leaf) and found.value is None):
@@ -191,7 +192,7 @@ def _at(tree: Tree, *path: str) -> Tree | None:
 
 
 def _ships(tree: Tree) -> bool:
-    """Whether a shipped recipe says so."""
+    """True for what a shipped recipe says."""
     return tree.where.startswith(str(_SHIPPED))
 
 
@@ -209,7 +210,7 @@ def _own_train(where: str) -> list[str] | None:
 
 
 def held_out_lines(resolved: Resolved) -> list[str]:
-    """What became of a shipped recipe's dev and test rows beside training rows of the user's own."""
+    """Sentences on the dev and test rows of a shipped recipe beside training rows of the user's own."""
     origins = resolved.origins
     emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(OWN_ROWS)]
     if (why := origins.get("data.holdout", "")).endswith(OWN_ROWS):

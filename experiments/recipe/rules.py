@@ -41,6 +41,15 @@ def _strict_source(recipe: Recipe) -> str | None:
     return next((name for name, source in sources.items() if source.when_over == "refuse"), None)
 
 
+def _with_pieces(recipe: Recipe) -> str | None:
+    wrong = {
+        "train.truncation: nothing is cut": recipe.train.truncation is not None,
+        "data.label_noise, which is drawn over whole rows": recipe.data.label_noise,
+        "adapter.projector, whose vectors are of whole rows": recipe.adapter.projector is not None,
+    }
+    return next((what for what, broken in wrong.items() if broken), None)
+
+
 def _uneven_warm_up(recipe: Recipe) -> str | None:
     ranks = recipe.mesh.replicate * recipe.mesh.dp
     if recipe.warmup is None or recipe.warmup.batch_size % ranks == 0:
@@ -75,6 +84,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "train.group: {it} has no use with task.pack: true, whose rows are full; leave it out, or set task.pack: false",
         lambda r: r.task.pack and r.train.group,
+    ),
+    Rule(
+        "train.overlong: split reads plain texts in pieces (task.kind: language-model or masked-lm), and task.kind: "
+        "{it} has none; set it to null, drop or refuse",
+        lambda r: r.train.overlong == "split" and not r.task.splits and r.task.kind,
+    ),
+    Rule(
+        "train.overlong: split does not go with {it}; leave one of them out",
+        lambda r: r.train.overlong == "split" and _with_pieces(r),
     ),
     Rule(
         "train.epochs: sources mixed by weight come round at different times, so that none of them ends an epoch; give "

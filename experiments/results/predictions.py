@@ -19,6 +19,7 @@ from finetune.evaluate.bootstrap import Figure, group_interval, ratio_statistic
 from finetune.evaluate.classes import judge_classes
 from finetune.evaluate.metrics import metric_of
 from finetune.evaluate.regression import judge_numbers
+from finetune.run_directory import resume_command
 
 NAME = "predictions.parquet"
 _LONG = ("text", "reference", "answer")
@@ -119,7 +120,7 @@ def read_predictions(run: Path, name: str = NAME) -> dict[str, Predictions]:
                     whole = part.filter(compute.field("text").is_valid()) if "text" in names else part.slice(0, 0)
                     shown.setdefault(split, []).extend(whole.to_pylist())
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable Parquet file; run `flatshift train --resume {run}` again") from error
+        raise UserError(f"{file}: not a readable Parquet file; run `{resume_command(run)}` again") from error
     found = {}
     for split, parts in narrow.items():
         table = pa.concat_tables(parts)

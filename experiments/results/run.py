@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -198,7 +199,9 @@ class Run:
         found = read_object(file)
         lost = {"loss", "measures", "about", "slices"} - set(found) if found else set()
         if lost:
-            raise UserError(f"{file} has no {min(lost)!r}; run `flatshift eval {self.path} --sharpness` again")
+            raise UserError(
+                f"{file} has no {min(lost)!r}; run `flatshift eval {shlex.quote(str(self.path))} --sharpness` again"
+            )
         return found
 
     @cached_property

@@ -291,7 +291,7 @@ def _flat_result(file: Path) -> dict[str, Any]:
         for split, metrics in tree["metrics"].items():
             row |= {f"{split}.{name}": cell["value"] for name, cell in metrics.items()}
             row[f"{split}.error.items"] = metrics.get("accuracy", {}).get("n")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: not a cell result; delete it and run the sweep again") from error
     unsealed(file, tree, fix="delete it and run the sweep again")
     return row
@@ -480,7 +480,7 @@ def read_searched(path: Path) -> tuple[list[dict[str, Any]], float | None]:
         found = [{key: p[key] for key in ("point", "emc", "low", "high", "side", "tried")} for p in points]
         if any(not isinstance(t["rows"], int) for p in found for t in p["tried"]) or not all(p["tried"] for p in found):
             raise ValueError("no rows")
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: not what a bisection writes; {AGAIN}") from error
     return found, _epsilon(document.get("epsilon"))
 

@@ -122,6 +122,6 @@ def _planned(folder: Path) -> list[int] | None:
 
     try:
         steps = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return steps if isinstance(steps, list) else None

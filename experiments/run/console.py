@@ -117,6 +117,10 @@ class Console:
         """Print a line."""
         self.outline([line], [line])
 
+    def detail(self, line: str) -> None:
+        """A line for the log, printed where `verbose` asks for it."""
+        self.outline([], [line])
+
     def outline(self, short: Sequence[str], whole: Sequence[str]) -> None:
         """Print the lines `short`, or where `verbose` all of `whole`, which the log has in any case."""
         if self.log is not None:
@@ -127,8 +131,9 @@ class Console:
             print(printable(line), file=sys.stderr, flush=True)
 
     @contextmanager
-    def task(self, label: str, total: int, unit: str = "", *, brief: bool = False) -> Iterator[Bar]:
-        """A progress bar (terminal) or a line every four seconds and at the end (elsewhere).
+    def task(self, label: str, total: int | None, unit: str = "", *, brief: bool = False) -> Iterator[Bar]:
+        """A progress bar (terminal) or a line every four seconds and at the end (elsewhere). total: None where nobody
+        can know.
 
         brief: nothing of it stays on a terminal, and nothing is said elsewhere of what takes less than four seconds.
         """
@@ -146,18 +151,18 @@ class Console:
         Raises Interrupted where `stop()` is true at a beat.
         """
         with self.task(label, rows, "rows", brief=True) as bar:
-            done = 0
+            done = tokens = 0
 
             def beat(more: int) -> None:
-                nonlocal done
-                done += more
-                bar(min(done, rows))
+                nonlocal done, tokens
+                done, tokens = done + more, 0 if more else tokens + 1
+                bar(min(done, rows), f"token {tokens} of the next answers" if tokens else "")
                 if stop():
                     raise Interrupted(f"{label} stopped after {done:,} of {rows:,} rows")
 
             yield beat
 
-    def _bar(self, label: str, total: int, unit: str, brief: bool) -> Iterator[Bar]:
+    def _bar(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[Bar]:
         from rich import progress as bars
         from rich.console import Console as RichConsole
 
@@ -180,27 +185,29 @@ class Console:
 
             yield update
 
-    def _lines(self, label: str, total: int, unit: str, brief: bool) -> Iterator[Bar]:
-        start = last = begun = time.monotonic()
+    def _lines(self, label: str, total: int | None, unit: str, brief: bool) -> Iterator[Bar]:
+        start = last = time.monotonic()
         latest, pace = (0, ""), _Pace()
+        said: tuple[int, str] | None = None
 
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
             rate = pace.rate(done)
-            eta = (total - done) / rate if done else float("nan")
-            speed = f", {per_second(rate, unit)}" if unit else ""
-            return f"{label}: {done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s{'  ' + note if note else ''}"
+            speed = f", {per_second(rate, unit)}" if unit and done else ""
+            so_far = f"{done}{'' if total is None else f'/{total}'}{speed}, {elapsed:.0f} s"
+            eta = f", ETA {(total - done) / rate:.0f} s" if done and total is not None else ""
+            return f"{label}: {so_far}{eta}{'  ' + note if note else ''}"
 
         def update(done: int, note: str = "") -> None:
-            nonlocal last, latest
+            nonlocal last, latest, said
             latest = (done, note)
             pace.begin(done)
             if time.monotonic() - last > _EVERY_S:
-                last = time.monotonic()
+                last, said = time.monotonic(), latest
                 self.say(line(done, note))
 
         yield update
-        if not brief or last > begun:
+        if said != latest and not (brief and said is None):
             self.say(line(*latest))
 
 

@@ -28,7 +28,7 @@ def without_copies(selector: Selector, sides: Sides, chosen: np.ndarray) -> tupl
 
     Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text.
     """
-    texts = sides.pool.rows.texts
+    rows = sides.pool.rows
     shared = sides.domains[0] if isinstance(selector, DomainsSelector) else None
 
     def domain(row: int) -> str | None:
@@ -37,8 +37,8 @@ def without_copies(selector: Selector, sides: Sides, chosen: np.ndarray) -> tupl
     seen: set[str] = set()
     kept: list[int] = []
     again: list[int] = []
-    for row in chosen.tolist():
-        text = normalise(texts[row])
+    for row, written in zip(chosen.tolist(), rows.take(chosen).texts, strict=True):
+        text = normalise(written)
         (again if text in seen else kept).append(row)
         seen.add(text)
     if not again:
@@ -48,8 +48,9 @@ def without_copies(selector: Selector, sides: Sides, chosen: np.ndarray) -> tupl
     for low in range(0, len(order), _BLOCK):
         if not wanted.total():
             break
-        for row in order[low : low + _BLOCK].tolist():
-            if wanted[domain(row)] and (text := normalise(texts[row])) not in seen:
+        block = order[low : low + _BLOCK]
+        for row, written in zip(block.tolist(), rows.take(block).texts, strict=True):
+            if wanted[domain(row)] and (text := normalise(written)) not in seen:
                 seen.add(text)
                 kept.append(row)
                 wanted[domain(row)] -= 1

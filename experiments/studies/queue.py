@@ -31,6 +31,7 @@ from experiments.studies.directory import at_work, await_orphans, results_of
 from experiments.studies.leases import Leases
 from experiments.studies.progress import Progress
 from finetune.atomic import sweep_leftovers
+from finetune.child_process import without_namesakes
 from finetune.errors import Interrupted
 from finetune.launch.spawn import THREADS
 from finetune.run_directory import RunDirectory, disk_full_interrupts
@@ -226,7 +227,8 @@ class _Queue:
         context = get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(os.getpid(), self.places.threads, self.out, self.run, there))
-        process.start()
+        with without_namesakes():
+            process.start()
         there.close()  # so that the pipe ends with the worker
         return _Worker(number, process, here)
 

@@ -54,7 +54,7 @@ class WritingRuns:
                 raise UserError(f"{path}: its adapter reads features with every row, and nobody hands it any here")
             name = path.resolve().name
             name = name if name not in self._subjects else str(path)
-            if name in self._subjects:
+            if path.resolve() in [one.run.resolve() for one in self._subjects.values() if one.run is not None]:
                 raise UserError(f"{path} is named twice; name each run once")
             self._subjects[name] = Subject(name, recipe, path)
         self._models = Adapted(Console(quiet=quiet))

@@ -113,5 +113,5 @@ def _peak(recipe: Recipe, world: World, console: Console) -> float:
     shown = f"{peak:.3g} TFLOP/s" if peak >= 1 else f"{1000 * peak:.3g} GFLOP/s"
     threads = torch.get_num_threads()
     where = f"{threads} thread{'s' if threads > 1 else ''}" if world.device.type == "cpu" else "one device"
-    console.say(f"peak: {shown}, measured: the best {precision} matrix product on {where}; MFU is a share of it")
+    console.detail(f"peak: {shown}, measured: the best {precision} matrix product on {where}; MFU is a share of it")
     return peak

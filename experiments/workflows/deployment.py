@@ -140,7 +140,7 @@ def _convert(
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     places = [] if checkout is None else [str(checkout), str(checkout / "gguf-py")]
     environment["PYTHONPATH"] = os.pathsep.join([*places, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(_HERE / "gguf_conversion.py"), *map(str, words)]
+    command = [sys.executable, "-P", str(_HERE / "gguf_conversion.py"), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode or not about.is_file():
         said = [line for line in done.stderr.splitlines() if line.strip()]

@@ -50,6 +50,7 @@ from finetune.errors import UserError
 from finetune.evaluate.bootstrap import Figure, group_interval
 from finetune.launch import spawn, watchdog
 from finetune.lock import owned
+from finetune.models.families import usable_positions
 from finetune.parallel.mesh import World
 from finetune.seeds import derive
 
@@ -325,7 +326,7 @@ def _documents(
 
 def _width(model: Any, recipe: Recipe, window: int | None) -> int:
     """Tokens of a window. Raises UserError for more than the backbone has positions."""
-    positions = getattr(model.config, "max_position_embeddings", None) or _LONGEST
+    positions = usable_positions(model.config) or _LONGEST
     room = positions - getattr(model, "soft_tokens", 0)
     if window is not None and not 2 <= window <= room:
         raise UserError(f"--window: {window} is not from 2 to {room}, the positions of {recipe.backbone}")

@@ -22,14 +22,14 @@ from experiments.recipe.config import Recipe
 from experiments.workflows.folder_check import compare, expected
 from experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
 from experiments.workflows.model_card import card, own_name, published_name
-from experiments.workflows.run_parts import check_run, is_trained
+from experiments.workflows.run_parts import awaits_evaluation, check_run
 from experiments.workflows.saved_tokenizer import RunRows, run_rows, save_tokenizer
 from finetune.atomic import write_json, write_text
 from finetune.digests import DONE, digest
 from finetune.errors import UserError, first_line, shortened
 from finetune.lock import owned
 from finetune.models.backbone import open_backbone
-from finetune.run_directory import RECIPE, new_output, refuse_old
+from finetune.run_directory import RECIPE, new_output, refuse_old, resume_command
 
 if TYPE_CHECKING:
     from finetune.adapters.saved import SavedAdapter
@@ -151,7 +151,7 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
         raise UserError(f"--add {text}: {number!r} is no weight; write DIR=0.5, or DIR alone for 1")
     saved = SavedAdapter.find(name, where="--add")
     run = saved.path.parent
-    if (run / RECIPE).is_file() and not (run / DONE).exists() and not is_trained(run, resume_recipe(run).recipe):
+    if (run / RECIPE).is_file() and not (run / DONE).exists() and not awaits_evaluation(run, resume_recipe(run).recipe):
         raise UserError(f"--add: {run} is not finished, it has no {DONE}; finish it, or restore that")
     saved.require_backbone(open_backbone(recipe.backbone), where="--add")
     return saved, weight
@@ -161,10 +161,9 @@ def require_trained(path: Path, recipe: Recipe) -> None:
     """Raise UserError unless the run directory `path` has the adapter of all its updates, as it was left, and its
     backbone as it was: what is handed on is verified. A run that is not evaluated yet is said on stderr."""
     lacks = [name for name in ("adapter", "eval.json", DONE) if not (path / name).exists()]
-    if lacks and not is_trained(path, recipe):
+    if lacks and not awaits_evaluation(path, recipe):
         raise UserError(
-            f"{path} is not finished, it has no {lacks[0]}; finish it with `flatshift train --resume {path}`, or "
-            "restore that"
+            f"{path} is not finished, it has no {lacks[0]}; finish it with `{resume_command(path)}`, or restore that"
         )
     check_run(path, recipe)
 

@@ -96,6 +96,10 @@ def read_prompt(name: str) -> Prompt:
         if not path.is_file():
             raise UserError(f"--prompt: {name} is no file and none of the shipped prompts ({', '.join(shipped())})")
     found: Prompt = build(Prompt, parse_file(path))
+    try:
+        found.columns()
+    except UserError as error:  # its templates
+        raise UserError(f"{path}: {error}") from None
     return found
 
 

@@ -27,6 +27,7 @@ from finetune.data.formats import has_half_pair
 from finetune.data.rows import Row, read_rows, require_rows
 from finetune.errors import UserError
 from finetune.lock import owned
+from finetune.run_directory import resume_command
 
 
 def generate_from_run(
@@ -153,7 +154,7 @@ def adapted_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
     """The recipe of a run that has an adapter, which nobody has compared yet; raises UserError otherwise."""
     recipe = readable(resume_recipe(path, overrides).recipe)
     if not (path / "adapter").is_dir():
-        raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
+        raise UserError(f"{path} has no adapter yet; finish it with `{resume_command(path)}`")
     return recipe
 
 

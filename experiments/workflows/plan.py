@@ -10,20 +10,24 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.recipe import load_recipe
+from experiments.recipe.config import Recipe
 from experiments.recipe.resolve import Resolved
 from experiments.recipe.tree import Branch
 from experiments.workflows.run_parts import FINE_TUNE
+from finetune.config import Train
 from finetune.data.formats import SAMPLE
 from finetune.errors import UserError
 from finetune.figures import duration
 from finetune.planner.calibration import calibrate, kept_slack
 from finetune.planner.cluster import Cluster, read_sizes
 from finetune.planner.devices import at_hand
+from finetune.planner.evaluation import evaluation_plan
 from finetune.planner.footprint import Sizes
 from finetune.planner.layouts import Layout, best_of, layouts, table
 from finetune.planner.rules import Settings
 from finetune.planner.throughput import DEVICES, PUBLISHED
 
+_THOUSAND = 1000
 _AUTO = "bf16"
 """What `train.precision: auto` comes to on every device of the table that multiplies it natively."""
 
@@ -97,6 +101,7 @@ def plan(
         "hours": float(f"{hours:.3g}") if timed else None,
         "cost": round(hours * cluster.count * price, 2) if price is not None and timed else None,
         "best": priced.index(best),
+        "evaluation": _evaluation(sizes, found, train, best, cluster.kind),
         "layouts": [layout.document() for layout in priced],
         "process_gib": _process(cluster, best),
         "notes": _notes(cluster, sizes, priced[0], best),
@@ -118,6 +123,26 @@ def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
     settled = in_steps(resolved, rows, seed=derive(recipe.train.seed, FINE_TUNE))
     updates = settled.recipe.train.steps
     return settled, {"rows": len(rows), "tokens": held, "by": recipe.backbone, "updates": updates}
+
+
+def _evaluation(sizes: Sizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
+    """Memory beside the weights, and how many updates of the best layout are as long as a thousand of the longest
+    rows."""
+    found = evaluation_plan(
+        sizes,
+        recipe.task,
+        train,
+        batch_size=max(1, recipe.eval.batch_size // (best.mesh.replicate * best.mesh.dp * best.mesh.cp)),
+        rows=_THOUSAND,
+        tokens=_THOUSAND * train.max_length,
+        longest=train.max_length,
+        device=kind,
+    )
+    return {
+        "rows_at_once": recipe.eval.batch_size,
+        "gib": round(found.memory / 2**30, 2),
+        "updates_per_1000_rows": float(f"{found.updates(best.tokens):.3g}"),
+    }
 
 
 def _process(cluster: Cluster, best: Layout) -> list[float] | None:
@@ -179,6 +204,8 @@ def render(document: dict[str, Any]) -> str:
             f"best: {best['name']}, {best['allocated_gib']:g} GiB in use on the fullest device{shown}; an update of "
             f"{duration(best['update_s'])} ({_causes(best['seconds'])})",
             took,
+            "evaluation: {rows_at_once:,} rows at once take {gib:g} GiB beside the weights, a thousand of the longest "
+            "are as long as {updates_per_1000_rows:,g} updates".format(**document["evaluation"]),
             "for the recipe:",
             *(f"  {line}" for line in document["recipe"].splitlines()),
             *document["notes"][2:],

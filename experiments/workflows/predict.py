@@ -119,6 +119,7 @@ class Predictor:
             label_names=self.label_names,
             bad_rows=self.bad_rows,
             truncation=train.truncation,
+            overlong="split" if train.overlong == "split" else None,
             units=self.units,
             features=self.recipe.adapter.projector,
         )
@@ -136,7 +137,7 @@ class Predictor:
         with evaluating(self.engine.judged):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
-        places = {example.where: i for i, example in enumerate(encoded.examples)}
+        places = {example.where: i for i, example in enumerate(encoded.examples)}  # of a document its first piece
         records = []
         for row in rows:
             if (i := places.get(row.where)) is None:
@@ -216,10 +217,10 @@ def predict_from_run(
         wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
         predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
-        total = sum(entry["rows"] for entry in inputs)
+        counts = [entry["rows"] for entry in inputs]
         asked = {
             "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
-            "inputs": [entry["sha256"] for entry in inputs],
+            "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
         }
         with disk_full_interrupts(f"writing {out}"):
@@ -233,12 +234,8 @@ def predict_from_run(
                 skipped=skipped,
                 label=lambda value: None,
             )
-            try:
-                with console.task("predicting", total, "rows") as bar:
-                    done = _parts(predictor, rows, parts, bar, console)
-            finally:
-                if not any(parts.glob(_PART_FILES)):
-                    shutil.rmtree(parts, ignore_errors=True)
+            with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
+                done = _parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
             with replacing(out) as temporary:
@@ -267,18 +264,22 @@ def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
 
 def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console) -> int:
     done, kept = 0, 0
-    for number, chunk in enumerate(_batched(rows)):
-        file = parts / f"part-{number:06}.jsonl"
-        if file.is_file():
-            kept += len(chunk)
-        else:
-            if kept and done == kept:
-                console.say(f"{kept:,} rows were done before")
-            records = predictor(chunk)
-            with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
-                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        done += len(chunk)
-        bar(done)
+    try:
+        for number, chunk in enumerate(_batched(rows)):
+            file = parts / f"part-{number:06}.jsonl"
+            if file.is_file():
+                kept += len(chunk)
+            else:
+                if kept and done == kept:
+                    console.say(f"{kept:,} rows were done before")
+                records = predictor(chunk)
+                with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+                    stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+            done += len(chunk)
+            bar(done)
+    finally:
+        if not any(parts.glob(_PART_FILES)):  # refused at its first rows: the same command may begin again
+            shutil.rmtree(parts, ignore_errors=True)
     return done
 
 

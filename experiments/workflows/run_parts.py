@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from finetune.atomic import read_object
 from finetune.data.files import describe
 from finetune.digests import DONE, FILES, adapter_digest, check_files, sums
 from finetune.errors import Interrupted, UserError
-from finetune.run_directory import METRICS, read_metrics
+from finetune.run_directory import METRICS, read_metrics, resume_command
 from finetune.train.checkpointer import is_valid
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
@@ -39,13 +38,14 @@ def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> b
     return bool(read_object(done, "target_steps")["target_steps"] == recipe.train.steps)
 
 
-def is_trained(path: Path, recipe: Recipe) -> bool:
-    """Whether the fine-tune has made all its updates and the run's adapter is the one that it left, evaluated or not.
+def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
+    """Whether the fine-tune has made all its updates, the run's adapter is the one that it left, and only the
+    evaluation is missing.
 
     Of a head that was folded back into the targets' own units (`Task.own_units`) the weights are others by intent.
     """
     done, adapter = path / "stages" / FINE_TUNE / DONE, path / "adapter"
-    if not (done.is_file() and adapter.is_dir()):
+    if not (done.is_file() and adapter.is_dir()) or (path / "eval.json").exists():
         return False
     record = read_object(done, "target_steps", FILES)
     same = recipe.task.own_units or record[FILES].get("adapter/adapter_model.safetensors") == adapter_digest(path)
@@ -60,21 +60,16 @@ def check_run(path: Path, recipe: Recipe) -> None:
     evaluation is still to come.
     """
     if not (path / DONE).is_file():
-        if is_trained(path, recipe):
+        if awaits_evaluation(path, recipe):
             note = f"note: {path} is trained, and its evaluation is not finished: `{resume_command(path)}` does it"
         else:
             note = (
                 f"{path} has no {DONE}: it is unfinished or that file was removed, so nothing shows whether its other "
-                f"files are as it left them; `flatshift train --resume {path}` finishes it"
+                f"files are as it left them; `{resume_command(path)}` finishes it"
             )
         Console().say(note)
     check_files(path, lambda name: "/" not in name or name.endswith(f"/{DONE}"))
     check_backbone(path, recipe)
-
-
-def resume_command(path: Path) -> str:
-    """What to type so that the run in `path` goes on, for a shell."""
-    return shlex.join(["flatshift", "train", "--resume", str(path)])
 
 
 @contextmanager
@@ -190,7 +185,7 @@ def leave(path: Path, console: Console) -> None:
     elif (chosen / "manifest.json").is_file():
         console.say(
             f"the selection is finished and kept: {chosen / 'selected.jsonl'} can be the data.train.files of other "
-            f"runs, and `flatshift train --resume {path}` goes on after it, with another mesh, device or train.steps"
+            f"runs, and `{resume_command(path)}` goes on after it, with another mesh, device or train.steps"
         )
 
 

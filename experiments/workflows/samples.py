@@ -88,10 +88,10 @@ class Kept:
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
                     record = json.loads(line)
-                except ValueError:
+                    if record["key"] == key:
+                        found[record["place"]] = record["text"]
+                except (ValueError, TypeError, KeyError, RecursionError):
                     continue
-                if record["key"] == key:
-                    found[record["place"]] = record["text"]
         return found
 
     def add(self, key: str, place: int, text: str) -> None:
@@ -197,7 +197,7 @@ def _test_of(row: Row) -> str:
     return test
 
 
-def _classifier(asked: Sampling) -> tuple[Path, Recipe, Sequence[str]]:
+def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
     """Its run, its recipe, and its classes."""
     path = Path(str(asked.toxicity))
     recipe = alone(adapted_recipe(path))
@@ -206,7 +206,7 @@ def _classifier(asked: Sampling) -> tuple[Path, Recipe, Sequence[str]]:
     if not recipe.task.one_class or names is None or asked.toxic not in names:
         known = "no classes" if names is None else f"the classes {', '.join(names)}"
         raise UserError(f"--toxicity: {path} has {known}, none of them {asked.toxic!r}; name it with --toxic-label")
-    return path, recipe, names
+    return path, recipe, tuple(names)
 
 
 def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:

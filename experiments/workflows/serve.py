@@ -23,6 +23,8 @@ _LONGEST = 4 << 20
 """Bytes of a request."""
 _DECODING = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _TAKEN = ("temperature", "top_p", "seed")
+_NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logprobs": False, "logit_bias": {}}
+"""What clients send along without asking for anything: at these values, or null."""
 _IGNORED = {"model", "messages", "prompt", "stream", "user", "n", "stop", "stream_options", *_DECODING, *_TAKEN}
 
 
@@ -76,7 +78,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.BAD_REQUEST, "the body is not valid JSON")
 
     def _write(self, body: dict[str, Any], chat: bool) -> None:
-        if odd := sorted(set(body) - _IGNORED):
+        asks = {key for key, value in body.items() if value is not None and value != _NEUTRAL.get(key)}
+        if odd := sorted(asks - _IGNORED):
             raise UserError(f"{odd[0]!r} is not known here; known are {', '.join(sorted(_IGNORED))}")
         if body.get("n", 1) != 1 or body.get("stop"):
             raise UserError("one answer is written, up to the run's own end: leave n and stop out")

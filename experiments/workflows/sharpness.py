@@ -27,6 +27,7 @@ from finetune.data.example import Example
 from finetune.data.inference import Inference
 from finetune.digests import adapter_digest
 from finetune.errors import UserError
+from finetune.run_directory import resume_command
 from finetune.seeds import numpy_generator
 from finetune.train.trace.curvature import mean_loss
 from regularizers.sharpness import Measured, Sharpness, measure
@@ -116,7 +117,7 @@ def _check(path: Path, recipe: Recipe, batches: int, split: str | None, data: Se
         flags = " ".join([f"--mesh.{axis} 1" for axis in axes] + ["--mesh.auto false"] * recipe.mesh.auto)
         raise UserError(f"{path} ran on a mesh, and sharpness is measured in one process; add {flags}")
     if not (path / "adapter").is_dir():
-        raise UserError(f"{path} has no adapter yet; finish it with `flatshift train --resume {path}`")
+        raise UserError(f"{path} has no adapter yet; finish it with `{resume_command(path)}`")
     check_run(path, recipe)
     if batches < 1:
         raise UserError(f"--sharpness-batches: {batches} is not a number ≥ 1")

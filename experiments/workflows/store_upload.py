@@ -65,7 +65,7 @@ def require_finished(folder: Path) -> None:
 def _is_features(folder: Path) -> bool:
     try:
         found = json.loads((folder / MANIFEST).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and "shards" in found
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.data.lengths import check_memory, longest_row
+from experiments.data.lengths import check_memory, check_positions, evaluation_line, longest_row
 from experiments.data.sources import check_supply, in_steps, mixture_record, padding_line, supply, supply_lines
 from experiments.data.splits import (
     Prepared,
@@ -75,7 +75,6 @@ from experiments.workflows.run_parts import (
     leave,
     recipe_inputs,
     refuse_fewer,
-    resume_command,
     run_sums,
     saying_how_to_go_on,
     updates_made,
@@ -102,12 +101,13 @@ from finetune.planner.layouts import update_seconds
 from finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
 from finetune.planner.rules import Settings, check_settings
 from finetune.planner.throughput import device_named
-from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old
+from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old, resume_command
 from finetune.seeds import derive
 from finetune.tasks import Task
 from finetune.train.loop import TrainingStage, train_stage
 from finetune.train.peak_memory import PlannedUpdate
 from finetune.train.schedule import Schedule, learning_rate
+from finetune.train.stage import check_length
 from regularizers import build as build_regularizer
 
 LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
@@ -138,6 +138,7 @@ def train(
         # Everything that can be wrong with the input is found before the directory exists.
         resolved = settled(resolved, say=said.append)
         recipe = resolved.recipe
+        check_positions(recipe)
         prepared = prepare(recipe)
         counted = in_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
         if counted is not resolved:
@@ -414,7 +415,7 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     with console.task(plan.name, plan.train.steps, "steps") as bar:
         result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
     if context.world.is_main and (beside := beside_text(read_object(done).get("plan") or {})):
-        console.say(f"{plan.name}: {beside}")
+        console.detail(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
         console.say(
             f"{plan.name}: {result.skipped} updates were left out, "
@@ -458,10 +459,11 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         group=train.group,
         masking=task.masking(tokenizer),
     )
+    check_length(engine, batches)
     told = supply(batches, prepared.mixture, train.steps)
     for line in supply_lines(told, train.steps, about=batches.packed):
         say(line)
-    say(padding_line(batches, train))
+    context.console.detail(padding_line(batches, train))
     for line in lost_lines(prepared, train.max_length):
         say(line)
     if prepared.flipped:
@@ -482,6 +484,17 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     else:
         fits = mesh_lines(engine, mesh=recipe.mesh, train=read, optimizer=plan.optimizer)
     context.console.outline([*brief_plan(fits), *foretold], [*fits, *foretold])
+    if last and not context.cell:
+        judged = evaluation_line(
+            recipe,
+            {"train": prepared.train, "dev": prepared.dev, "test": prepared.test},
+            classes=len(prepared.label_names or ()),
+            device=engine.device.type,
+            share=engine.share[1],
+            seconds=None if planned is None else planned.seconds,
+        )
+        if judged is not None:
+            say(judged)
     _say_capacity(context, plan, engine, batches)
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
@@ -551,6 +564,8 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
     engine, tokenizer = trained.model or context.lay_out(
         recipe, recipe.task, prepared.label_names, world=world, adapter=trained.adapter
     )
+    if world.is_main:
+        (context.run.path / "eval.json").unlink(missing_ok=True)  # of an adapter or settings before
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(context.run.path / "adapter")
     finished = None if context.cell or world.size > 1 else FinishedSplits.at(context.run.path, recipe)

@@ -11,6 +11,7 @@ Special tokens written out in the text are read as special tokens, as the tokeni
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from .example import Encoded as Encoded
 from .example import Example as Example
 from .example import with_features
 from .labels import Units
-from .rows import PROMPTS, SHARED, Row
+from .rows import PAIRS, PROMPTS, SHARED, Row
 from .template import Template, longest_first
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def encode(
     bad_rows: Literal["refuse", "skip"] = "refuse",
     decoder_start: int | None = None,
     truncation: Literal["left", "right"] | None = None,
-    overlong: Literal["drop", "refuse"] | None = None,
+    overlong: Literal["drop", "refuse", "split"] | None = None,
     units: Units | None = None,
     features: Projector | None = None,
 ) -> Encoded:
@@ -61,7 +62,7 @@ def encode(
             that a template cannot show.
         decoder_start: the token that a decoder begins with (`Backbone.decoder_start`); for seq2seq.
         truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
-        overlong: longer samples are truncated (None), left out, or refused.
+        overlong: longer samples are truncated (None), left out, refused, or of documents read in pieces.
         units: how training is to see the targets of a regression; None: as they are.
         features: which vectors each row brings along, for language-model and completion; a row without them is bad.
     Raises:
@@ -128,6 +129,8 @@ class LeftOut:
     """Of those that are cut or left out, the tokens that each would have whole."""
     at_least: int | None = None
     """From where on these are least numbers (`Encoder.within`); None: all are exact."""
+    split: int = 0
+    pieces: int = 0
 
     def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
         """These examples with what was lost on the way to them."""
@@ -141,6 +144,8 @@ class LeftOut:
             lost_prompts=self.lost_prompts,
             lengths=self.lengths,
             at_least=self.at_least,
+            split=self.split,
+            pieces=self.pieces,
         )
 
     def bad(self, row: Row, reason: str) -> None:
@@ -183,10 +188,14 @@ class Losses:
     lengths: Counter[int] = field(default_factory=Counter)
     at_least: int | None = None
     """As of `LeftOut`."""
+    split: int = 0
+    pieces: int = 0
 
     def add(self, encoded: Encoded) -> None:
         """Count a chunk."""
-        self.samples += len(encoded.examples) + encoded.dropped
+        self.samples += len(encoded.examples) - encoded.pieces + encoded.split + encoded.dropped
+        self.split += encoded.split
+        self.pieces += encoded.pieces
         self.dropped += encoded.dropped
         self.truncated += encoded.truncated
         self.cut_answers += encoded.cut_answers
@@ -214,6 +223,11 @@ class Losses:
 
     def notes(self, train: Train) -> Iterator[str]:
         """What there is to know before the first step, a sentence each."""
+        if self.split:
+            yield (
+                f"{self.called}: {self.split:,} of {self.samples:,} documents are longer than train.max_length = "
+                f"{train.max_length} tokens and read in {self.pieces:,} pieces (train.overlong: split)"
+            )
         if not self.truncated:
             return
         parts = [f"{self.cut_answers:,} of them in their answer"] if self.cut_answers else []
@@ -239,8 +253,8 @@ class Losses:
         return f"{length:,}" if self.at_least is None or length < self.at_least else f"at least {length:,}"
 
 
-Made = tuple[Example | str, Cut]
-"""What became of a row: its example, or why it is a bad row; and what it lost."""
+Made = tuple[Example | list[Example] | str, Cut]
+"""What became of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
 
 
 class Encoder:
@@ -256,7 +270,7 @@ class Encoder:
         bad_rows: str = "refuse",
         decoder_start: int | None = None,
         truncation: Literal["left", "right"] | None = None,
-        overlong: Literal["drop", "refuse"] | None = None,
+        overlong: Literal["drop", "refuse", "split"] | None = None,
         units: Units | None = None,
         features: Projector | None = None,
     ) -> None:
@@ -303,10 +317,14 @@ class Encoder:
         for filled in chunks(self._filled(rows, templates), _CHUNK):
             chunk = [row for row, _ in filled]
             for row, (example, cut) in zip(chunk, make(chunk, [texts for _, texts in filled]), strict=True):
-                if self.features is not None and not isinstance(example, str):
+                if self.features is not None and isinstance(example, Example):
                     example = with_features(example, row, self.features)
                 if isinstance(example, str):
                     self.rest.bad(row, example)
+                elif isinstance(example, list):
+                    self.rest.split += 1
+                    self.rest.pieces += len(example)
+                    examples += example
                 elif not (cut and self.rest.long(row, cut)):
                     examples.append(example)
         return examples
@@ -402,8 +420,12 @@ class Encoder:
 
         A text of megabytes costs 200 bytes of memory a character, for tokens that nobody keeps. What is left of it has
         more than `max_length` tokens, and those that a row may hold are the whole text's: they stay the same where
-        twice as much of it is tokenised. So its length, as `Cut.needs`, is then a least one.
+        twice as much of it is tokenised, and one sign more. Its length, as `Cut.needs`, is then a least one; of two
+        texts of a pair that both are so long, the second is the longer where an odd token is to be shared. Texts
+        that are read in pieces stay whole.
         """
+        if self.overlong == "split":
+            return list(texts)
         return [self._within(text, left) if len(text) > 4 * self._room else text for text in texts]
 
     @property
@@ -412,15 +434,17 @@ class Encoder:
         return max(_CHARACTERS, 32 * self.max_length)
 
     def _within(self, text: str, left: bool) -> str:
-        size, before = self._room, None
-        while 2 * size < len(text):
-            part = text[-size:] if left else text[:size]
-            ids = list(self.tokens([part])["input_ids"][0])
-            held = shortened(ids, self.max_length + 1, left=left)
-            if before is not None and held == before[1] and len(held) > self.max_length:
-                self.rest.at_least = min(self.rest.at_least or len(before[2]), len(before[2]))
-                return before[0]
-            before, size = (part, held, ids), 2 * size
+        size = self._room
+        while 2 * size + 1 < len(text):
+            # One sign more, since a run of equal signs is cut in pieces that depend on where it begins or ends.
+            parts = [text[-n:] if left else text[:n] for n in (size, 2 * size, 2 * size + 1)]
+            whole = self.tokens(parts)["input_ids"]
+            held = [list(shortened(ids, self.max_length + 1, left=left)) for ids in whole]
+            same = held[0] == held[1] == held[2]
+            if same and len(held[0]) > self.max_length and _has_edges(parts[0]):
+                self.rest.at_least = min(self.rest.at_least or len(whole[0]), len(whole[0]))
+                return parts[0]
+            size *= 2
         return text
 
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Cut]:
@@ -443,17 +467,28 @@ class Encoder:
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
 
 
+def _has_edges(text: str) -> bool:
+    """Whether pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
+    that repeats, where a tokenizer sets its edges may depend on what is far away."""
+    if 256 * len(text.split()) >= len(text):
+        return True
+    data = text.encode()
+    return 10 * len(zlib.compress(data, 1)) > len(data)
+
+
 EMPTY_TEXT = "the text is empty"
 
 
 def is_blank(row: Row, columns: Iterable[str]) -> bool:
-    """Whether each of these columns holds no more than white space."""
+    """True if each of these columns holds no more than white space."""
     values = [row.values.get(name) for name in columns]
     return all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
 def prompt_form(form: str) -> str:
     """What is said of rows whose `prompt` was made of something else."""
+    if form in PAIRS:
+        return f"prompt and completion are the columns {form}"
     if form == SHARED:
         return f"prompts are {SHARED}"
     return f"prompts read from {form}'s columns: {', '.join(PROMPTS[form])}"

@@ -7,8 +7,10 @@ counted.
 from __future__ import annotations
 
 import dataclasses
+import re
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +64,27 @@ class Example:
     """K vectors of d float32 numbers that the row brings along (`adapter.projector`)."""
 
 
+def piece(row: Row, number: int) -> tuple[str, str]:
+    """The id of a piece of a document, from 0, and where it stands; of the first those of the document."""
+    return (f"{row.id}#{number}", f"{row.where}#{number}") if number else (row.id, row.where)
+
+
+def documents_of(examples: Sequence[Example]) -> np.ndarray | None:
+    """For each example the place of the first piece of its document, (N,); None where all are whole."""
+    places = [_PIECE.sub("", example.where) for example in examples]
+    first: dict[str, int] = {}
+    found = np.array([first.setdefault(place, i) for i, place in enumerate(places)], dtype=np.int64)
+    return None if len(first) == len(examples) else found
+
+
+def summed(values: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Values (N,) of pieces, each document's sum at its first piece and 0 at the others."""
+    return np.bincount(documents, weights=values, minlength=len(values)).astype(values.dtype)
+
+
+_PIECE = re.compile(r"(?<=\d)#\d+$")
+
+
 @dataclass(frozen=True)
 class Question:
     """What a model reads before it has to answer."""
@@ -96,6 +119,10 @@ class Encoded:
     """Of the truncated and dropped samples, the tokens that each would have whole."""
     at_least: int | None = None
     """From where on these are least numbers, of texts that were not tokenised to their end; None: all are exact."""
+    split: int = 0
+    """Samples that were longer than `max_length`, and read in pieces."""
+    pieces: int = 0
+    """How many."""
     notes: tuple[str, ...] = ()
     """What else there is to know before the first step, a sentence each."""
 

@@ -20,6 +20,7 @@ from .formats import (
     count,
     has_half_pair,
     is_saved_dataset,
+    is_text,
     one_format,
     shards,
     split_suffix,
@@ -70,6 +71,11 @@ def _expand_one(name: str) -> Sequence[DataFile]:
         for match in found:
             if has_half_pair(str(match)):
                 raise UserError(f"{name}: matches a file whose name is not valid UTF-8 ({match.name!a}); rename it")
+        if len({is_text(match) for match in found}) > 1:
+            text = next(match for match in found if is_text(match))
+            raise UserError(
+                f"{name}: matches {text.name}, a document, and files of records; name either, as *{text.suffix}"
+            )
         return found
     raise UserError(f"{name}: no such file{_nearest_file(path)}")
 

@@ -26,9 +26,11 @@ from .remote import DataFile, RemoteFile
 
 JSONL = (".jsonl", ".ndjson", ".json")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
+TEXTS = (".txt", ".md")
 COMPRESSIONS = (".gz", ".xz", ".zst")
 SUPPORTED = (
-    "JSONL (.jsonl .ndjson .json), an array of objects (.json), .csv, .tsv (each also .gz .xz .zst) and .parquet"
+    "JSONL (.jsonl .ndjson .json), an array of objects (.json), .csv, .tsv, one document a file (.txt .md) (each also "
+    ".gz .xz .zst) and .parquet"
 )
 SAMPLE = "sample:"
 HUB = "hub:"
@@ -43,6 +45,9 @@ DEEPEST = 64
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
 _BLANK = re.compile(r"[ \t\r\n]*")
+_WRAPPED = re.compile(r'\{\s*"data"\s*:\s*\[\s*\{')
+"""How rows begin that are an array under `data`; a line of JSONL with such a column is not meant."""
+_OPEN = re.compile(r'\[|\{\s*"data"\s*:\s*\[')
 
 
 class BrokenFile(UserError):
@@ -77,6 +82,8 @@ def records(path: DataFile) -> Iterator[Record]:
         return _parquet(path)
     if kind in DELIMITERS:
         return _csv(path, DELIMITERS[kind])
+    if kind in TEXTS:
+        return _document(path)
     return _array(path) if _is_array(path, kind) else _jsonl(path)
 
 
@@ -86,6 +93,8 @@ def count(path: DataFile) -> int:
     if kind == ".parquet":
         with _parquet_file(path) as file:
             return int(file.metadata.num_rows)
+    if kind in TEXTS:
+        return 1
     if kind in JSONL and not _is_array(path, kind):
         return sum(1 for line in _lines(path) if line.strip(b" \t\r\n\xef\xbb\xbf"))
     return sum(1 for _ in records(path))
@@ -116,7 +125,8 @@ def shards(directory: Path) -> list[Path]:
 
 
 def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
-    """Those of a directory's `entries` that are files in a format that is known; hidden ones and others are left out.
+    """Those of a directory's `entries` that are files in a format that is known; hidden ones and others are left out,
+    and texts beside files of records.
 
     Raises UserError as `shards`.
     """
@@ -125,7 +135,9 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
         if path.is_file() and not path.name.startswith((".", "_")):
             with contextlib.suppress(UserError):
                 kind, _ = _by_name(path)
-                found.setdefault("JSONL" if kind in JSONL else kind, []).append(path)
+                found.setdefault("JSONL" if kind in JSONL else "text" if kind in TEXTS else kind, []).append(path)
+    if len(found) > 1:
+        found.pop("text", None)  # a README beside the data
     if len(found) > 1:
         raise UserError(
             f"{directory} holds {' and '.join(sorted(found))} files; name those that are meant, as {directory}/*.jsonl"
@@ -133,6 +145,13 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
     if not found:
         raise UserError(f"{directory} is a directory without a file to read; known are {SUPPORTED}")
     return next(iter(found.values()))
+
+
+def is_text(path: DataFile) -> bool:
+    """True for a file that is one document, by its name."""
+    with contextlib.suppress(UserError):
+        return split_suffix(path)[0] in TEXTS
+    return False
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -144,7 +163,7 @@ def _by_name(path: DataFile) -> tuple[str, str]:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     compression = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSIONS else ""
     kind = suffixes[-1] if suffixes else ""
-    known = kind in JSONL or kind in DELIMITERS or (kind == ".parquet" and not compression)
+    known = kind in (*JSONL, *TEXTS) or kind in DELIMITERS or (kind == ".parquet" and not compression)
     if not known:
         raise UserError(f"{path}: unknown format {(kind + compression) or 'without a suffix'!r}; known are {SUPPORTED}")
     return kind, compression
@@ -264,20 +283,40 @@ def _jsonl(path: DataFile) -> Iterator[Record]:
         yield Record(number, number + 1, {} if problem else value, problem)
 
 
+def _document(path: DataFile) -> Iterator[Record]:
+    """A file of plain text as one record, its `text`, without its last line end; lines of other systems end as ours."""
+    parts: list[bytes] = []
+    for chunk in _chunks(path):
+        parts.append(chunk)
+        if sum(map(len, parts)) > LONGEST_LINE:
+            raise UserError(f"{path}: a document of more than {LONGEST_LINE:,} bytes; cut it into several files")
+    raw = b"".join(parts).removeprefix(codecs.BOM_UTF8)
+    if raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UserError(f"{path}: is UTF-16; save it as UTF-8")
+    try:
+        text = raw.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        yield Record(0, 1, {}, f"not valid UTF-8 (byte {error.start + 1} of the file)")
+        return
+    yield Record(0, 1, {"text": text})
+
+
 def _is_array(path: DataFile, kind: str) -> bool:
-    """Whether a `.json` file holds one array, not an object a line."""
+    """Whether a `.json` file holds one array, or one as `{"data": […]}`, not an object a line."""
     if kind != ".json":
         return False
     head = b""
     for chunk in _chunks(path):
         head += chunk
-        if len(head) >= len(codecs.BOM_UTF8) and head.removeprefix(codecs.BOM_UTF8).strip():
+        if len(head.removeprefix(codecs.BOM_UTF8).strip()) >= 1 << 10:
             break
-    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    bare = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    return bare.startswith(b"[") or _WRAPPED.match(bare.decode("utf-8", errors="replace")) is not None
 
 
 def _array(path: DataFile) -> Iterator[Record]:
-    """The objects of one JSON array, decoded one by one, so that memory does not grow with the file.
+    """The objects of one JSON array, or of one under `data`, decoded one by one, so that memory does not grow with the
+    file.
 
     What follows malformed JSON cannot be told apart from it, so that breaks off the file, not only a record.
     """
@@ -336,7 +375,10 @@ def _array(path: DataFile) -> Iterator[Record]:
             more(max(_CHUNK, len(text) - at))  # twice as much each time, so that a long one is not decoded often
 
     token()
-    at += 1  # behind the bracket
+    while _OPEN.match(text, at) is None and not ended:
+        more(_CHUNK)
+    wrapped = text[at : at + 1] == "{"
+    at = _OPEN.match(text, at).end()  # type: ignore[union-attr]
     for ordinal in itertools.count():
         if (found := token()) == "]" and not ordinal:
             break
@@ -356,6 +398,15 @@ def _array(path: DataFile) -> Iterator[Record]:
             raise BrokenFile(f"{path}:{line}: not valid JSON (a comma or ] is missing between objects)")
         at += 1
     at += 1
+    if wrapped:
+        while not ended:
+            more(_CHUNK)
+        try:
+            rest = text[at:].lstrip()
+            json.loads("{" + (rest if rest.startswith("}") else rest.removeprefix(",")))
+        except ValueError:
+            raise BrokenFile(f"{path}:{line}: not valid JSON behind the rows of 'data'") from None
+        return
     if token():
         raise BrokenFile(f"{path}:{line}: something follows the JSON array; keep one array in a file")
 
@@ -416,6 +467,8 @@ def _csv(path: DataFile, delimiter: str) -> Iterator[Record]:
         if not fields:
             continue
         if header is None:
+            if len(fields) == 1 and delimiter == "," and ";" in fields[0] and reader.line_num == 1:
+                return (yield from _csv(path, ";"))  # as spreadsheets of half the world write it
             header = fields
             _refuse_twins(header, f"{path}:{place}: the header")
             continue

@@ -42,8 +42,24 @@ FORMS = {
 PROMPTS = {"Orca": ("question", "system"), "Alpaca": ("instruction", "input", "system"), "ShareGPT": ("conversations",)}
 """Other people's columns that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first tells
 it."""
+PAIRS = {
+    "question and answer": ("question", "answer"),
+    "instruction and output": ("instruction", "output"),
+    "instruction and response": ("instruction", "response"),
+    "input and output": ("input", "output"),
+    "text and label": ("text", "label"),
+}
+"""Other people's columns that stand for `prompt` and `completion`; `input` or `context` stand below an instruction."""
 SHARED = "what both answers begin with"
 """The form of pairs without any such column."""
+
+
+def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
+    """The columns that `messages` (turns), or else `prompt` and `completion`, are read from in rows of this form."""
+    if turns:
+        return FORMS.get(form, ())
+    beside = ("input", "context") if form.startswith("instruction") else ()
+    return (*PROMPTS.get(form, ()), *PAIRS.get(form, ()), *beside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +80,8 @@ class Row:
     nulls: int = 0
     """As `Record.nulls`."""
     form: str = ""
-    """What `messages` or `prompt` was made of, where the record has no such column: a name of `FORMS` or `PROMPTS`, or
-    `SHARED`."""
+    """What `messages` or `prompt` was made of, where the record has no such column: a name of `FORMS`, `PROMPTS` or
+    `PAIRS`, or `SHARED`."""
 
 
 def canonical_label(value: Any) -> str:
@@ -118,7 +134,7 @@ def read_rows(
         setting: where the user named the columns, for messages.
         first: stop after so many rows, without reading on; None: at the end.
         label: makes a row's label of a record's (`Objective.read_label`), or raises ValueError.
-        used: canonical names that a row may lack; where `columns` names them otherwise than by default, one must not.
+        used: names that a row may lack; where `columns` names one otherwise than by default, one row must not.
         named: columns of the record's own that likewise one row must have, and where the user named each.
 
     Raises:
@@ -128,7 +144,8 @@ def read_rows(
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
     seen, unnamed = Seen(), Unnamed()
     paths = expand(files)
-    absent = {reader.names[n]: f"{setting}.{n}" for n in used if reader.names[n] != getattr(_DEFAULT, n)}
+    renamed = [n for n in used if n in reader.names and reader.names[n] != getattr(_DEFAULT, n)]
+    absent = {reader.names[n]: f"{setting}.{n}" for n in renamed}
     absent |= named or {}
     names_there: dict[str, None] = {}
     index, given_rows = -1, 0
@@ -260,9 +277,10 @@ class _Reader:
             )
 
     def _prompted(self, values: dict[str, Any]) -> dict[str, Any]:
-        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`; else nothing."""
+        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`, or `prompt` and `completion`
+        of one in any form of `PAIRS`; else nothing."""
         if values.get("chosen") is None or values.get("rejected") is None:
-            return {}
+            return self._completed(values)
         there = [form for form, (tell, *_) in PROMPTS.items() if values.get(tell) is not None]
         own = values.get("prompt") is not None
         if not own and len(there) > 1:
@@ -281,6 +299,30 @@ class _Reader:
         if not said:
             return {"prompt": asked}
         return {"prompt": [{"role": "system", "content": said[0]}, {"role": "user", "content": asked}]}
+
+    def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """`prompt`, and `completion` where there is one, of a record that has other columns for them."""
+        forms = pairs_in(values, answered="completion" in self.required)
+        forms = [
+            form for form in forms if form != "text and label" or (forms == [form] and "label" not in self.required)
+        ]
+        form = "" if values.get("prompt") is not None else forms[0] if forms else None
+        if form is None:
+            return {}
+        self._one_form(form, {name: asked for name, (asked, _) in PAIRS.items()} | {"": "prompt"})
+        if not form:
+            return {}
+        asked, answer = PAIRS[form]
+        if len(forms) > 1:
+            other = PAIRS[forms[1]][0]
+            raise ValueError(
+                f"columns {asked!r} and {other!r} may each be the prompt; name one: --task.prompt '{{{asked}}}\\n' "
+                f"--task.completion '{{{answer}}}'"
+            )
+        prompt = values[asked]
+        if asked == "instruction":
+            prompt = "\n\n".join(_texts_of(values, ["instruction", "input", "context"]))
+        return {"prompt": prompt, **({} if values.get(answer) is None else {"completion": values[answer]})}
 
     def _checked(self, name: str, own: str, value: Any) -> Any:
         if name in ("messages", "tools"):
@@ -304,7 +346,27 @@ class _Reader:
     def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
         if own in record:
             return f"column {own!r} is null"
+        if name == "messages" and (forms := pairs_in(record)) and forms[0] != "text and label":
+            asked, answer = PAIRS[forms[0]]
+            return (
+                f"no column {own!r}, but {asked!r} and {answer!r}: the recipe completion (task.kind: completion) "
+                "trains on a prompt and its answer"
+            )
+        if name in ("prompt", "completion") and (turns := {own, "messages", "conversations"} & record.keys()):
+            return f"no column {own!r}, but {min(turns)!r}: the recipe chat (task.kind: chat) trains on conversations"
         return missing_column(own, record, f"{self.setting}.{name}" if name in self.names else None)
+
+
+def pairs_in(record: Mapping[str, Any], *, answered: bool = True) -> list[str]:
+    """The forms of `PAIRS` that a record has, one for each prompt; answered: with their answers."""
+    found = [
+        form
+        for form, (asked, answer) in PAIRS.items()
+        if record.get(asked) is not None and (record.get(answer) is not None or not answered)
+    ]
+    if any(form.startswith("instruction") for form in found):  # its input is no prompt
+        found = [form for form in found if not form.startswith("input")]
+    return list({PAIRS[form][0]: form for form in reversed(found)}.values())[::-1]
 
 
 def _alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
@@ -351,7 +413,7 @@ def _turns_of(value: Any, role: str) -> list[Any]:
 
 
 def _is_answer(turn: Any) -> bool:
-    return isinstance(turn, dict) and "assistant" in (turn.get("role"), {"gpt": "assistant"}.get(turn.get("from")))
+    return isinstance(turn, dict) and (turn.get("role") == "assistant" or turn.get("from") in ("gpt", "assistant"))
 
 
 def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:

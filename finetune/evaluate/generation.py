@@ -25,6 +25,7 @@ from ..config import check_bounds
 from ..data.inference import ALONE, Inference
 from ..errors import UserError
 from ..models.anatomy import before_text
+from ..models.families import usable_positions
 from ..seeds import torch_generator
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ def lacking_room(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apar
 
     apart: encoder and decoder count their own positions.
     """
-    limit = getattr(model.config, "max_position_embeddings", None)
+    limit = usable_positions(model.config)
     soft = getattr(model, "soft_tokens", 0)  # they stand before every prompt, and features before them
     needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
     if limit is None or needed + soft <= limit:

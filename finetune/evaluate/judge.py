@@ -11,7 +11,7 @@ import torch
 
 from ..compute.numerics import evaluating
 from ..config import Evaluate
-from ..data.example import IGNORE, Example
+from ..data.example import IGNORE, Example, summed
 from ..data.inference import Inference
 from ..errors import UserError
 from .answers import generate_answers
@@ -144,14 +144,28 @@ class Judge:
         return judge_classes(true, predicted, figures=self.figures, **self.draw)
 
     def surprise(
-        self, examples: Sequence[Example], nats: np.ndarray, tokens: np.ndarray, *, of: str = "text"
+        self,
+        examples: Sequence[Example],
+        nats: np.ndarray,
+        tokens: np.ndarray,
+        *,
+        of: str = "text",
+        documents: np.ndarray | None = None,
     ) -> dict[str, Interval]:
-        """The metrics that are judged by "text", or by the "hidden" tokens of one."""
+        """The metrics that are judged by "text", or by the "hidden" tokens of one.
+
+        documents: of examples that are pieces, as `documents_of`; intervals are over those.
+        """
         size = np.array([example.bytes for example in examples], dtype=np.float64)
         found = {}
         for name, function in functions(of).items():
             values, counts, transform = function(nats, tokens, size)
             found[name] = self.ratio(name, values, counts, transform=transform)
+            if documents is not None:
+                places = np.unique(documents)
+                items = [summed(np.asarray(part, dtype=np.float64), documents)[places] for part in (values, counts)]
+                self.figures[name] = Figure.over(items, ratio_statistic(transform))
+                found[name] = ratio_interval(*items, transform=transform, **self.draw)
         return found
 
     def ranked(self, examples: Sequence[Example]) -> dict[str, Interval]:

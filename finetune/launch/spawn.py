@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -97,7 +98,7 @@ def spawn(
     threads: int | None = None,
     again: str | None = None,
 ) -> int:
-    """Run `sys.executable *command` as `ranks` processes of one job and return the job's exit code.
+    """Run `sys.executable -P *command` as `ranks` processes of one job and return the job's exit code.
 
     Rank 0 has the terminal; what the others print is kept in a file each and lands in `resume / "ranks"` if the job
     fails. One message, from the cause, goes to stderr.
@@ -166,7 +167,7 @@ def _start(
         with _kept(folder, number).open("wb") as kept:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, *command],
+                    [sys.executable, "-P", *command],  # no namesake of ours or of Python's from the user's directory
                     env={**os.environ, **shared, **own},
                     stdin=subprocess.DEVNULL,
                     stdout=None if number == 0 else kept,
@@ -241,7 +242,7 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
 
     rank = min(failed, key=weight)
     process = job.ranks[rank]
-    where = f" {job.resume}" if job.resume is not None else ""
+    where = f" {shlex.quote(str(job.resume))}" if job.resume is not None else ""
     if job.signals:
         message = (
             job.again or f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UserError
-from .families import FAMILIES, Stack, pipeline_families
+from .families import BOUNDED, FAMILIES, Stack, pipeline_families, usable_positions
 
 
 def backbone_of(model: nn.Module) -> Any:
@@ -78,20 +78,25 @@ def beside_language(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in (f"{owner}.{child}".lstrip(".") for child, _ in others) if name != language)
 
 
+_TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions", "positions_embed")
+
+
 def position_limit(model: nn.Module) -> int | None:
     """Longest row, tokens, that a table of learned positions allows; None where positions are computed (rotary, …)."""
     beside = tuple(f"{name}." for name in beside_language(model))  # an image's patches are no tokens
     tables = [
         module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding)
-        and not name.startswith(beside)
-        and name.rsplit(".", 1)[-1] in {"wpe", "position_embeddings", "embed_positions", "position_embedding"}
+        if isinstance(module, nn.Embedding) and not name.startswith(beside) and name.rsplit(".", 1)[-1] in _TABLES
     ]
     # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
     used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
     taken = getattr(model, "soft_tokens", 0)  # they lie before every row
-    return min((t.num_embeddings - u - taken for t, u in zip(tables, used, strict=True)), default=None)
+    rows = [t.num_embeddings - u for t, u in zip(tables, used, strict=True)]
+    config = backbone_of(model).config
+    if (rows or config.get_text_config().model_type in BOUNDED) and (made_for := usable_positions(config)) is not None:
+        rows.append(made_for)  # Nyströmformer has rows beyond it that it never reads
+    return min(rows) - taken if rows else None
 
 
 def before_text(model: Any) -> str:

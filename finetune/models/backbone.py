@@ -372,7 +372,8 @@ def check_sizes(config: Any, file: Path) -> None:
     """Raise UserError for a size in transformers' own `config`, read from `file`, that no model has."""
     for key, most in _SIZES.items():
         value = getattr(config.get_text_config(), key, None)
-        if value is not None and not (isinstance(value, int) and 1 <= value <= most):
+        each = value if isinstance(value, list) and value else [value]  # Gemma 3n: one for each layer
+        if value is not None and not all(isinstance(one, int) and 1 <= one <= most for one in each):
             shown = shortened(json.dumps(value, default=str), 40)
             raise UserError(f"{file} has {key} {shown}, not a whole number from 1 to {most:,}")
 
@@ -432,6 +433,10 @@ def no_class(task: Task, where: str) -> UserError:
         "encoder-decoders (T5, BART), language-model and completion are for decoders, masked-lm is for encoders, "
         "classify and regress are for most"
     )
+
+
+REFUSED = (OSError, ValueError, KeyError, RuntimeError, ImportError)
+"""What transformers raises where it cannot make a model; of a quantised one whose package is missing the last."""
 
 
 def refusal(error: Exception, task: Task, where: str) -> UserError:

@@ -7,7 +7,9 @@ imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -176,3 +178,52 @@ def pipeline_families() -> tuple[str, ...]:
 def context_families() -> tuple[str, ...]:
     """Model types whose tokens can be split."""
     return tuple(kind for kind, family in FAMILIES.items() if family.context)
+
+
+# ------------------------------------------------------------------------------------------------------------ positions
+
+COUNTED_FROM_PAD = frozenset(
+    [
+        "altclip_text_model",
+        "bridgetower_text_model",
+        "camembert",
+        "clap_text_model",
+        "data2vec-text",
+        "esm",
+        "ibert",
+        "layoutlmv3",
+        "lilt",
+        "longformer",
+        "luke",
+        "markuplm",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    ]
+)
+"""Model types whose table has `max_position_embeddings` rows, of which the first text token has that behind the pad
+token's."""
+
+
+BOUNDED = frozenset({"codegen", "ctrl", "gptj", "mpt"})
+"""Model types whose positions are computed once, as many as config.json says: a longer row is an error of an index."""
+
+
+def usable_positions(config: Any) -> int | None:
+    """Tokens of the longest row that a backbone was made for, by its config.json (parsed, or transformers' own).
+
+    None where it does not say.
+    """
+    if not isinstance(config, Mapping):
+        config = vars(config.get_text_config()) | {"model_type": config.get_text_config().model_type}
+    found = next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None)
+    if found is None or found < 1:  # XLNet says -1
+        return None
+    pad = config.get("pad_token_id")
+    return found - (pad if isinstance(pad, int) else 1) - 1 if config.get("model_type") in COUNTED_FROM_PAD else found
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")

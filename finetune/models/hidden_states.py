@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from ..compute.presence import resolve_device
 from ..errors import UserError, first_line
-from .backbone import open_backbone, quiet_transformers
+from .anatomy import position_limit
+from .backbone import REFUSED, open_backbone, quiet_transformers
+from .families import usable_positions
 
 
 def hidden_state_encoder(
@@ -38,7 +41,7 @@ def hidden_state_encoder(
             model = AutoModel.from_pretrained(
                 backbone.directory, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
             )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (*REFUSED, SafetensorError) as error:
         raise UserError(f"encoder {str(name)!r} cannot be loaded: {first_line(error)}") from error
     if getattr(model.config, "is_encoder_decoder", False):
         model = model.get_encoder()
@@ -77,15 +80,7 @@ def hidden_state_encoder(
 def _readable_tokens(model: Any, tokenizer: Any) -> int:
     """How many tokens of a text `model` can read: its positions, less those that its family keeps for padding; where
     the configuration does not say, what the tokenizer says."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:  # XLNet says -1
-        return int(tokenizer.model_max_length)
-    for module_name, module in model.named_modules():
-        # RoBERTa and its kin count from padding_idx + 1.
-        table = isinstance(module, torch.nn.Embedding) and "position" in module_name.rpartition(".")[2]
-        if table and module.padding_idx is not None and module.num_embeddings == positions:
-            return positions - module.padding_idx - 1
-    return positions
+    return position_limit(model) or usable_positions(model.config) or int(tokenizer.model_max_length)
 
 
 def model_fingerprint(directory: str | Path) -> str:

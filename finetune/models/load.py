@@ -13,7 +13,7 @@ from ..compute.precision import loading_dtype, widen_on_use
 from ..compute.presence import read_straight_to
 from ..config import Precision, Quantization
 from ..errors import UserError, first_line
-from .backbone import Backbone, auto_class, open_backbone, quiet_transformers, refusal
+from .backbone import REFUSED, Backbone, auto_class, open_backbone, quiet_transformers, refusal
 from .meta import build_skeleton, check_dropout, configured, finish
 from .quantize import check_available, import_library, loading_options, settle
 
@@ -82,7 +82,7 @@ def load_backbone(
             )
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except REFUSED as error:
         raise refusal(error, task, where) from error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":

@@ -19,7 +19,7 @@ from ..compute.matmul_rate import DTYPES
 from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
-from .backbone import Backbone, auto_class, check_causal, open_backbone, quiet_transformers, refusal
+from .backbone import REFUSED, Backbone, auto_class, check_causal, open_backbone, quiet_transformers, refusal
 from .weight_names import Checkpoint
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def build_skeleton(
         model: Any = empty_model(auto, backbone, dtype=dtype, dropout=dropout, **options)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except REFUSED as error:
         raise refusal(error, task, where) from error
     if getattr(model.config, "quantization_config", None) is not None:
         raise UserError(

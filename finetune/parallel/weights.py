@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import UserError, is_out_of_memory
-from ..models.backbone import quiet_transformers
+from ..models.backbone import REFUSED, quiet_transformers
 from ..models.weight_names import Checkpoint, canonical
 from .layout import Layout, Runs, held, local, put
 from .mesh import World
@@ -170,7 +170,7 @@ def _scatter_converted(tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint
                     use_safetensors=True,
                     ignore_mismatched_sizes=True,
                 ).state_dict()
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except REFUSED as error:
             problem = [f"{checkpoint.directory}: its weights cannot be converted: {str(error).splitlines()[0]}"]
     if world.size > 1:
         dist.broadcast_object_list(problem, src=0)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..cache_directory import cache_root, remember
+from ..child_process import without_namesakes
 from ..figures import gib
 from ..processor import processor
 from .throughput import CORE, DEVICES, PUBLISHED, Constants, Device, Work, seconds
@@ -162,7 +163,8 @@ def process_slack() -> Slack | None:
         for precision, recompute in _HELD:
             told: list[Any] = []
             for blocks in _FEW_MANY:
-                torch.multiprocessing.spawn(_hold, args=(precision, recompute, blocks, folder), nprocs=1)
+                with without_namesakes():
+                    torch.multiprocessing.spawn(_hold, args=(precision, recompute, blocks, folder), nprocs=1)
                 told.append(json.loads((Path(folder) / "held").read_text(encoding="utf-8")))
             if None in told:
                 return None
@@ -310,7 +312,8 @@ def _link_rate(kind: str, ranks: int, probe: _Probe) -> float | None:
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_reduce, args=(kind, ranks, probe.reduced, folder), nprocs=ranks)
+        with without_namesakes():
+            torch.multiprocessing.spawn(_reduce, args=(kind, ranks, probe.reduced, folder), nprocs=ranks)
         return float((Path(folder) / "rate").read_text(encoding="utf-8"))
 
 

@@ -15,12 +15,13 @@ from typing import Any
 
 from ..atomic import read_object
 from ..config import Adapter
-from ..errors import UserError
+from ..errors import UserError, first_line
 from .calibration import kept
 from .devices import Devices
 from .footprint import Sizes
 from .throughput import CORE, DEVICES, GB, PUBLISHED, Constants, Device
 
+_MOST_DEVICES = 1_000_000
 _NETWORK = 25.0
 """GB/s of a device to other nodes, where nobody says."""
 _UNKNOWN = "A100-80"
@@ -98,6 +99,8 @@ class Cluster:
                 "memory is written NAME@GB"
             )
         count = int(found["count"] or 1)
+        if not 1 <= count <= _MOST_DEVICES or (found["memory"] and not float(found["memory"]) > 0):
+            raise UserError(f"--gpus {text}: give 1 to {_MOST_DEVICES:,} devices, and a memory above 0 GB")
         node = node or min(count, 8)
         if count < 1 or node < 1 or count % node:
             raise UserError(f"--node {node}: {count} devices do not divide into nodes of {node}; give a divisor")
@@ -188,8 +191,8 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
         ) from None
     except UserError:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError) as error:
-        raise UserError(f"{where}: its config.json does not describe a model ({str(error).splitlines()[0]})") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, ZeroDivisionError, ImportError) as error:
+        raise UserError(f"{where}: its config.json does not describe a model ({first_line(error)})") from None
     if lacks:
         raise UserError(f"{where}: config.json lacks {lacks[0]}, and a default would be a guess; write it there")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from ..compute.slices import slice_rows
 from ..config import WIDTHS, Adapter, Mesh, Train, by_pattern
 from ..errors import UserError
 from ..figures import gib
+from ..models.families import BOUNDED, usable_positions
 from .perturbation import perturbation_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
 """Outside of the blocks: what makes logits of words, which a model with a head of its own does not load."""
 _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
 """By activation: tensors of the feed-forward's width that a block without a gate keeps, its result among them."""
-_POSITIONS = ("max_position_embeddings", "n_positions")
+_LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _LOGITS_BYTES = 1 << 30
 """What evaluation lets logits take (`finetune.evaluate.perplexity`)."""
@@ -90,6 +91,8 @@ class Sizes:
     """Elements of a block's adapters: in attention, elsewhere."""
     positions: int | None = None
     """Tokens of the longest row that the backbone was made for; None: it does not say."""
+    bounded: bool = False
+    """Whether positions are a table, which has no row beyond those."""
     layers: tuple[tuple[int, int], ...] = ()
     """(rows, columns) of each adapted matrix."""
     outputs: int = 0
@@ -153,7 +156,7 @@ class Sizes:
         experts = max((config[name] for name in _EXPERTS if isinstance(config.get(name), int)), default=0)
         chosen = _first(config, *_ROUTED) if routed else 0
         hidden = _first(config, "hidden_size", "n_embd", "d_model")
-        heads = _first(config, "num_attention_heads", "n_head", "num_heads")
+        heads = _first(config, "num_attention_heads", "n_head", "num_heads", "n_heads")
         return cls(
             kind=str(config.get("model_type")),
             hidden=hidden,
@@ -175,7 +178,8 @@ class Sizes:
             experts=experts if routed else 0,
             routed=chosen,
             expert_elements=routed // len(blocks),
-            positions=next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None),
+            positions=usable_positions(config),
+            bounded=str(config.get("model_type")) in BOUNDED or any(map(_LEARNED.search, shapes)),
             layers=tuple(layers),
             outputs=words,
             output=tuple(output),
@@ -206,21 +210,21 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the rank that has most, by cause."""
+    """Bytes on the rank that has most, by cause, each with its title on a page."""
 
-    weights: int
+    weights: int = field(metadata={"title": "frozen weights"})
     """Its shard of the frozen backbone."""
-    gathered: int
+    gathered: int = field(metadata={"title": "gathered weights"})
     """Whole weights of the unit at work and the buffer that they are gathered in."""
-    adapter: int
+    adapter: int = field(metadata={"title": "adapter, gradients, optimizer"})
     """Adapter, gradients and optimizer state."""
-    activations: int
+    activations: int = field(metadata={"title": "activations kept for backward"})
     """Kept between forward and backward."""
-    work: int
+    work: int = field(metadata={"title": "loss and backward pass at work"})
     """What the loss, or a block's backward pass, needs besides while those are there."""
-    logits: int
+    logits: int = field(metadata={"title": "logits of an evaluation"})
     """Of evaluation; training makes them in slices."""
-    regularizer: int = 0
+    regularizer: int = field(default=0, metadata={"title": "regularizer's noise and state"})
     """Noise, momentum, a second adapter, dense gradients: whatever the regularizer holds."""
 
     @property
@@ -443,7 +447,9 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    found = next((config[name] for name in names if isinstance(config.get(name), int) and config[name] > 0), default)
+    values = (config.get(name) for name in names)  # Gemma 3n has one for each layer: the largest
+    numbers = (max(value) if isinstance(value, list) and value else value for value in values)
+    found = next((number for number in numbers if isinstance(number, int) and number > 0), default)
     if found is None:
         raise UserError(f"config.json says nothing of {names[0]}, so mesh.auto cannot tell what fits; set the axes")
     return found

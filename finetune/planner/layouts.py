@@ -29,9 +29,14 @@ AXES = ("pp", "replicate", "dp", "cp", "tp")
 
 _RESERVED = (1.03, 1.10)
 """The allocator's pool ÷ what is in use."""
-_CONTEXT, _NCCL = (0.5, 1.0), (1.0, 2.0)
+_OUTSIDE = {"context": (0.5, 1.0), "nccl": (1.0, 2.0)}
 """GiB that nvidia-smi counts besides: of a process's CUDA context, and of NCCL's buffers where there is more than one
 rank."""
+CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, Seconds) for f in dataclasses.fields(kind)} | {
+    "context": "CUDA context, at most",
+    "nccl": "NCCL's buffers, at most",
+}
+"""Every cause of bytes or seconds that a layout has → its title on a page."""
 _RECOMPUTE = ("none", "selective", "full")
 _UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
 """Of the adapter: what trains beside LoRA, or in its place."""
@@ -91,7 +96,7 @@ class Layout:
         """Least and most GiB that a device gives beside the allocator's pool, by cause; of a CPU none."""
         if self.cluster.kind != "cuda":
             return {}
-        return {"context": _CONTEXT} | ({"nccl": _NCCL} if self.mesh.size > 1 else {})
+        return _OUTSIDE if self.mesh.size > 1 else {"context": _OUTSIDE["context"]}
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -130,22 +130,22 @@ class Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one update, by cause."""
+    """Of one update, by cause, each with its title on a page."""
 
-    products: float
-    elements: float
-    tensor: float
+    products: float = field(metadata={"title": "matrix products"})
+    elements: float = field(metadata={"title": "element-wise traffic"})
+    tensor: float = field(metadata={"title": "tensor parallelism"})
     """Collectives of tensor parallelism."""
-    gathers: float
+    gathers: float = field(metadata={"title": "gathers that nothing hides"})
     """Of what gathers take beyond what computing hides."""
-    bubble: float
-    pipeline: float
+    bubble: float = field(metadata={"title": "idle in the pipeline"})
+    pipeline: float = field(metadata={"title": "sent between stages"})
     """Activations sent between stages."""
-    gradients: float
-    head: float
-    experts: float = 0.0
+    gradients: float = field(metadata={"title": "gradients of the adapter"})
+    head: float = field(metadata={"title": "output layer and loss"})
+    experts: float = field(default=0.0, metadata={"title": "tokens sent to experts"})
     """Tokens sent to experts on other ranks, and back."""
-    host: float = 0.0
+    host: float = field(default=0.0, metadata={"title": "waiting for the host to start kernels"})
     """Of starting kernels, beyond what the device takes to run them: small models and micro-batches wait for it."""
 
     @property

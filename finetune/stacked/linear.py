@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from regularizers.layers.fused import shaped
+
 from ..parallel.engine import Engine
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ class StackedLora(torch.autograd.Function):
             kept.append(z[..., k:].contiguous())
         ctx.save_for_backward(flat, weight, *kept)
         ctx.parts, ctx.each = parts, each
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return shaped(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -156,7 +158,7 @@ class StackedLinear(torch.autograd.Function):
         ctx.save_for_backward(flat)
         ctx.parts, ctx.each = parts, each
         y = torch.cat(found)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return shaped(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from itertools import count
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .objective import Objective
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from ..data.encoding import Encoder, Made
     from ..data.example import Example
     from ..data.rows import Row
+    from ..evaluate.bootstrap import Interval
+    from ..evaluate.judge import Judge
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +29,28 @@ class LanguageModel(Objective):
     backbone: ClassVar[Literal["decoder"]] = "decoder"
     noise: ClassVar[Literal["tokens"]] = "tokens"
     documents: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
     soft_tokens: ClassVar[bool] = True
 
+    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+        """As any text's, with intervals over documents where those were read in pieces."""
+        from ..data.example import documents_of
+
+        return judge.surprise(examples, *judge.nats(examples), documents=documents_of(examples))
+
+    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+        """As `Objective.predict`; the first piece of a document speaks for all of it."""
+        from ..data.example import documents_of, summed
+
+        nats, tokens = judge.nats(examples)
+        if (documents := documents_of(examples)) is not None:
+            nats, tokens = (summed(values, documents) for values in (nats, tokens))
+        return judge.surprises(nats, tokens)
+
     def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
-        """`prefix text eos`; every token after the first is supervised. Too long: the text loses its end."""
+        """`prefix text eos`; every token after the first is supervised. Too long: the text loses its end, or is read in
+        pieces (`train.overlong: split`), each behind the prefix and the last token of the one before, so that every
+        token of the document is supervised once."""
         return to.samples(rows, (), lambda chunk, _: _documents(chunk, to)), None
 
 
@@ -43,6 +64,9 @@ def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
     made: list[Made] = []
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         content, room = [*ids, *to.end], to.max_length - len(prefix)
+        if to.overlong == "split" and len(content) > room:
+            made.append((list(_pieces(row, texts[i], content, batch, i, to)), Cut(len(prefix) + len(content), False)))
+            continue
         cut = Cut(len(prefix) + len(content), len(content) > room)
         start = len(content) - room if cut and to.left else 0
         input_ids = [*prefix, *content[start : start + room]]
@@ -53,3 +77,21 @@ def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
         size = to.bytes(texts[i], batch, i, first, min(len(ids), start + room))
         made.append((Example(input_ids, [IGNORE, *input_ids[1:]], row.id, row.where, size), cut))
     return made
+
+
+def _pieces(row: Row, text: str, content: list[int], batch: Any, i: int, to: Encoder) -> Iterator[Example]:
+    """Consecutive pieces of a document that is longer than a row; content: its tokens with those that end it."""
+    from ..data.example import IGNORE, Example, piece
+
+    prefix, length = list(to.specials.prefix), len(batch["input_ids"][i])
+    start = 0
+    for number in count():
+        before = content[start - 1 : start] if start else []
+        taken = content[start : start + to.max_length - len(prefix) - len(before)]
+        if not taken:
+            return
+        context = [*prefix, *before]
+        labels = [*[IGNORE] * len(context), *taken] if context else [IGNORE, *taken[1:]]
+        size = to.bytes(text, batch, i, start if context else start + 1, min(length, start + len(taken)))
+        yield Example([*context, *taken], labels, *piece(row, number), size)
+        start += len(taken)

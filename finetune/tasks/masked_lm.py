@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
 from .objective import Objective, Usage
@@ -39,6 +39,7 @@ class MaskedLM(Objective):
     peft_type: ClassVar[None] = None
     new_head: ClassVar[bool] = True
     hides_tokens: ClassVar[bool] = True
+    splits: ClassVar[bool] = True
     refuses: ClassVar[dict[str, str]] = {
         "data.label_noise": "data.label_noise: task.kind: masked-lm has no labels to make wrong; set it to 0"
     }
@@ -61,7 +62,7 @@ class MaskedLM(Objective):
 
     def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
         """The tokenizer's own template around the text, some of whose tokens are hidden and supervised
-        (`finetune.data.masking`). Too long: the text loses its end."""
+        (`finetune.data.masking`). Too long: the text loses its end, or is read in pieces (`train.overlong: split`)."""
         masking = self.masking(to.tokenizer)
         return to.samples(rows, (), lambda chunk, _: _masked(chunk, to, masking)), None
 
@@ -82,8 +83,9 @@ class MaskedLM(Objective):
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
-        nats, tokens = judge.nats(examples)
-        return judge.surprise(examples, nats, tokens, of="hidden")
+        from ..data.example import documents_of
+
+        return judge.surprise(examples, *judge.nats(examples), of="hidden", documents=documents_of(examples))
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
         return Usage(
@@ -94,31 +96,49 @@ class MaskedLM(Objective):
 
 
 def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
-    import numpy as np
-
     from ..data.encoding import Cut, shortened
-    from ..data.example import Example
+    from ..data.example import piece
     from ..data.masking import SPECIAL
 
     batch = to.tokens(to.within((row.values["text"] for row in rows), left=to.left))
-    prefix, suffix = to.specials.prefix, to.specials.suffix
-    room = to.max_length - len(prefix) - len(suffix)
+    room = to.max_length - len(to.specials.prefix) - len(to.specials.suffix)
     special = set(to.tokenizer.all_special_ids)
     made: list[Made] = []
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         of = batch.word_ids(i) if batch.is_fast else range(len(ids))
-        kept = shortened(ids, room, left=to.left)
-        inner = [
-            SPECIAL if token in special or word is None else word
-            for token, word in zip(kept, shortened(of, room, left=to.left), strict=True)
-        ]
-        words = [SPECIAL] * len(prefix) + inner + [SPECIAL] * len(suffix)
-        if all(word == SPECIAL for word in inner):
+        words = [SPECIAL if token in special or word is None else word for token, word in zip(ids, of, strict=True)]
+        cut = Cut(to.max_length - room + len(ids), len(ids) > room)
+        if to.overlong == "split" and cut:
+            spans = [slice(low, low + room) for low in range(0, len(ids), room)]
+            some = [
+                _hidden(ids[span], words[span], *piece(row, number), to, masking) for number, span in enumerate(spans)
+            ]
+            found: Any = [example for example in some if example is not None]
+            cut = Cut(cut.needs, False)
+        else:
+            kept = shortened(ids, room, left=to.left), shortened(words, room, left=to.left)
+            found = _hidden(*kept, row.id, row.where, to, masking)
+        if not found:
             made.append(("the text has no token that could be hidden", Cut(0, False)))
-            continue
-        whole = np.array([*prefix, *kept, *suffix], dtype=np.int64)
-        read, labels = masking.fixed(whole, np.array(words), row.id)
-        segments = [0] * len(whole) if to.specials.segments else None
-        example = Example(read.tolist(), labels.tolist(), row.id, row.where, segments=segments, words=words)
-        made.append((example, Cut(len(prefix) + len(ids) + len(suffix), len(ids) > room)))
+        else:
+            made.append((found, cut))
     return made
+
+
+def _hidden(
+    ids: Sequence[int], words: Sequence[int], name: str, where: str, to: Encoder, masking: Masking
+) -> Example | None:
+    """The tokenizer's template around the tokens of some words; None where none of them could be hidden."""
+    import numpy as np
+
+    from ..data.example import Example
+    from ..data.masking import SPECIAL
+
+    if all(word == SPECIAL for word in words):
+        return None
+    prefix, suffix = to.specials.prefix, to.specials.suffix
+    whole = np.array([*prefix, *ids, *suffix], dtype=np.int64)
+    numbers = [SPECIAL] * len(prefix) + list(words) + [SPECIAL] * len(suffix)
+    read, labels = masking.fixed(whole, np.array(numbers), name)
+    segments = [0] * len(whole) if to.specials.segments else None
+    return Example(read.tolist(), labels.tolist(), name, where, segments=segments, words=numbers)

@@ -104,6 +104,8 @@ class Objective:
     """Where `data.label_noise` makes labels wrong: among the tokens of encoded rows, or in the rows."""
     documents: ClassVar[bool] = False
     """Whether its rows are plain documents, of which every token is judged however long they are."""
+    splits: ClassVar[bool] = False
+    """A row that is too long may be read in pieces (`train.overlong: split`)."""
     soft_tokens: ClassVar[bool] = False
     """Whether soft tokens may come before its rows."""
     accuracy: ClassVar[bool] = False

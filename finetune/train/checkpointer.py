@@ -293,7 +293,7 @@ def _remove(folder: Path) -> None:
 def _meta(folder: Path) -> dict[str, Any] | None:
     try:
         meta = json.loads((folder / META).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return meta if isinstance(meta, dict) else None
 

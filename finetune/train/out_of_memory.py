@@ -28,6 +28,7 @@ from ..models.anatomy import blocks
 from ..models.quantize import scales
 from ..parallel.layout import local
 from ..planner.memory import MemoryPlan, memory_plan, state_bytes
+from ..run_directory import resume_command
 from .checkpointer import steps
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class Shortage(contextlib.AbstractContextManager["Shortage"]):
             return OutOfMemory(f"{told}. Nothing is kept: no checkpoint had been written", resumable=False)
         what = f"The checkpoint of update {kept} is" if kept is not None else "What was finished before it is"
         mesh = " --mesh.dp 2" if engine.world.size == 1 else " on a mesh of more ranks"
-        resume = f"on a device with more memory, or by `flatshift train --resume {run.path}{mesh}`"
+        resume = f"on a device with more memory, or by `{resume_command(run.path)}{mesh}`"
         return OutOfMemory(f"{told}. {what} kept: the run goes on {resume}", resumable=True)
 
 

@@ -163,10 +163,16 @@ def check_length(engine: Engine, batches: Batches) -> None:
     longest = -(-batches.max_length // engine.multiple) * engine.multiple
     if limit is not None and longest > limit:
         padded = f", padded to {longest} for the mesh," if longest > batches.max_length else ""
-        front = before_text(engine.model)
-        left = f"the {limit} positions that this backbone has left beside {front}"
-        room = left if front else f"this backbone's {limit} positions"
-        raise UserError(f"train.max_length: {batches.max_length}{padded} is above {room}")
+        raise UserError(
+            f"train.max_length: {batches.max_length}{padded} is above {positions_left(limit, engine.model)}"
+        )
+
+
+def positions_left(limit: int, model: Any) -> str:
+    """`limit` as in `this backbone's 96 positions`; of `model` only what lies before every text is read."""
+    front = before_text(model)
+    beside = f"the {limit} positions that this backbone has left beside {front}"
+    return beside if front else f"this backbone's {limit} positions"
 
 
 def ended(stage: TrainingStage) -> StageResult | None:

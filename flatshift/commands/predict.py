@@ -56,6 +56,5 @@ def run(argv: list[str]) -> int:
     )
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
-        judged = ["flatshift", "eval", str(flags.run), "--data", *flags.data]  # where the rows have labels
-        outcome.say("", [judged, *(["flatshift", verb, str(flags.run)] for verb in ("report", "merge", "export"))])
+        outcome.of_prediction(flags.run, flags.data)
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from finetune.errors import UserError
 from finetune.launch import failure, spawn
 from flatshift import outcome
 from flatshift.api import draw
-from flatshift.command_line import parse, split_overrides
+from flatshift.command_line import parse, recipe_words, split_overrides
 
 AGAIN = "what was reached is kept; run the same command again"
 
@@ -113,9 +114,11 @@ def run(argv: list[str]) -> int:
         if value is not None:
             overrides.append(from_override(key, value, where))
     refuse_contradictions(overrides)
+    words = recipe_words(argv, Flags, without="select")
+    words += [] if flags.seed is None else ["--train.seed", str(flags.seed)]
     resolved = load_recipe(flags.recipe, overrides)
     if spawn.launched():
-        return _on_ranks(flags, resolved)
+        return _on_ranks(flags, resolved, words)
     if flags.processes is not None:
         if flags.processes < 1:
             raise UserError(f"--processes must be at least 1, got {flags.processes}")
@@ -127,11 +130,11 @@ def run(argv: list[str]) -> int:
         from experiments.select.select import select
 
         manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
-    _say(manifest, flags)
+    _say(manifest, flags, words)
     return 0
 
 
-def _on_ranks(flags: Flags, resolved: Resolved) -> int:
+def _on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
     """This process's part, as one that a launcher started."""
     started = int(os.environ["WORLD_SIZE"])
     if flags.processes not in (None, started):
@@ -145,13 +148,13 @@ def _on_ranks(flags: Flags, resolved: Resolved) -> int:
     assert flags.out is not None
     manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw)
     if manifest is not None:
-        _say(manifest, flags)
+        _say(manifest, flags, words)
     return 0
 
 
-def _say(manifest: dict[str, Any], flags: Flags) -> None:
+def _say(manifest: dict[str, Any], flags: Flags, words: Sequence[str]) -> None:
     assert flags.out is not None
     if flags.json:
         print(json.dumps(manifest, indent=2, ensure_ascii=False))
     else:
-        outcome.of_selection(flags.out, flags.recipe)
+        outcome.of_selection(flags.out, flags.recipe, words)

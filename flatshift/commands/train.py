@@ -35,7 +35,7 @@ class Flags:
     resume: Path | None = None
     """Continue this run directory exactly where it stopped."""
     verbose: bool = False
-    """Print the plan by cause and three samples of the first batch; log.txt has them in any case."""
+    """Print the plan by cause, three samples of the first batch, and measured rates; log.txt has them in any case."""
     json: bool = False
     """Print eval.json when done."""
 

@@ -12,7 +12,7 @@ Without one, what is computed is PEFT's forward within rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,13 @@ from torch.nn import functional as F
 from regularizers.layers.forward import Forward, WithTerm
 from regularizers.layers.frozen import accumulation_dtype, is_quantised
 from regularizers.layers.sites import active_adapters, has_variant, is_lora, linear_shape
+
+
+def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
+    """`y`, which nobody else has, in another shape; a view in its place could not be written into by the model that an
+    autograd function gives it to (DeBERTa, LED)."""
+    out: Tensor = torch.ops.aten._unsafe_view(y, shape)
+    return out
 
 
 def _up(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
@@ -59,7 +66,7 @@ class FusedLora(torch.autograd.Function):
         y.addmm_(z, b.to(x.dtype).T, alpha=scaling)
         ctx.save_for_backward(rows, dropped, z, weight, a, b)
         ctx.scaling = scaling
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return shaped(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -127,7 +134,7 @@ class FusedNoise(torch.autograd.Function):
         # Only the columns of A and S_P are needed again; a view would keep S_V's alive too.
         ctx.save_for_backward(rows, dropped, z[:, k:].contiguous(), weight, a, b)
         ctx.frozen = (noise_in, noise_out, signs, scaling)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return shaped(y, (*x.shape[:-1], y.shape[-1]))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -40,6 +40,7 @@ from regularizers.config import ASAM, SAM, LoraSAM
 from regularizers.errors import RegularizerError
 from regularizers.layers.adapters import Adapters, local
 from regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
+from regularizers.layers.fused import shaped
 from regularizers.layers.sharded import is_sharded
 from regularizers.mesh import ALONE, Placement
 from regularizers.methods.checks import claim, demand_length, lora_layers, refuse_reentry, refuse_second_attach, release
@@ -216,7 +217,7 @@ class _Collect(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.total = total
-        return y.view_as(y)
+        return shaped(y, y.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

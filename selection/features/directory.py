@@ -144,7 +144,7 @@ def read_manifest(path: Path, flag: str) -> dict[str, Any]:
             raise ValueError("shards must be different .npy files beside it")
     except KeyError as error:
         raise SelectionError(f"{flag}: {path} lacks {error.args[0]!r}; seal the directory again") from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         told = (str(error).splitlines() or ["unreadable"])[0][:160]
         raise SelectionError(f"{flag}: {path} cannot be used: {told}; seal the directory again") from None
     return dict(found)

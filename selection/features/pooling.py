@@ -257,7 +257,7 @@ def read_json(path: Path, kind: type) -> Any:
     """The JSON of a model's file: an object (`kind` dict), or an array of objects (list). Raises SelectionError."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SelectionError(
             f"{path}: cannot be read ({error}); name a complete local copy of the repository"
         ) from error

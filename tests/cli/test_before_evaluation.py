@@ -75,6 +75,7 @@ def test_the_first_signal_ends_an_evaluation_and_what_ended_before_is_kept(stopp
     assert "SIGTERM: stopping" in said and not (out / "eval.json").exists() and not (out / "done.json").exists()
     assert (out / "adapter" / "adapter_model.safetensors").is_file()
     assert sorted(path.name for path in (out / "state" / "evaluated").iterdir()) == ["dev.json", "dev.parquet"]
+    assert "evaluation: rows of dev 7, test 8: " in said and " and at most 90 written, about as long as " in said
     assert "train:" not in said  # training rows are evaluated only where that is asked
 
 

@@ -31,12 +31,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for seed in ("0", "1"):
         out = home / f"seed-{seed}"
-        words = ["--task.kind", "completion", "--task.prompt", "Q: {text} A:", "--task.max_new_tokens", "6"]
+        words = ["--task.prompt", "Q: {text} A:", "--task.completion", " {label}", "--task.max_new_tokens", "6"]
         files = [
             word for part in ("train", "dev", "test") for word in (f"--data.{part}.files", f"sample:banking/{part}")
         ]
         steps = ["--optimizer.lr", "0.01", "--data.train.limit", "40", "--train.seed", seed]
-        assert run(["train", "language-model", *words, *files, *SMALL, *steps, "--out", str(out)]) == 0
+        assert run(["train", "completion", *words, *files, *SMALL, *steps, "--out", str(out)]) == 0
         made.append(out)
     return made
 
@@ -55,6 +55,8 @@ def test_a_conversation_in_the_terminal(
     first, second = (expected(path, "where is my card") for path in runs)
     assert first != second and said.out == f"{first}\n{second}\nseed-0\nseed-1\n"
     assert "/nonsense: not a command" in said.err and "never read" not in said.out
+    assert run(["chat", *map(str, runs), "--system", "Be brief."]) == 2
+    assert "--system: seed-0 was not trained on conversations and reads no system turn" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,8 @@ def test_the_endpoint_answers_as_generate_does(runs: list[Path], address: tuple[
         assert found["usage"]["total_tokens"] == sum(
             found["usage"][key] for key in ("prompt_tokens", "completion_tokens")
         )
-    status, text = ask(address, "POST", "/v1/completions", {"prompt": "The card", "max_tokens": 3})
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": None, "logprobs": False}
+    status, text = ask(address, "POST", "/v1/completions", {"prompt": "The card", "max_tokens": 3, **neutral})
     raw = generate_from_run(runs[0], prompts=["The card"], raw=True, decoding={"max_new_tokens": 3}, quiet=True)
     assert status == 200 and json.loads(text)["choices"][0]["text"] == raw[0]["text"]
 
@@ -110,6 +113,7 @@ def test_pieces_of_a_stream_are_the_answer(runs: list[Path], address: tuple[str,
         ("/v1/chat/completions", {"messages": "x"}, "list of messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": []}, "'tools'"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "temperature": -1}, "temperature"),
+        ("/v1/completions", {"prompt": "x", "presence_penalty": 0.5}, "'presence_penalty'"),
         ("/v1/chat/completions", b"{", "not valid JSON"),
         ("/v1/chat/completions", b"[" * 100_000, "not valid JSON"),
         ("/v1/completions", {"prompt": "x " * 5000}, "positions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -13,7 +14,8 @@ from experiments.recipe import from_override, load_recipe, resume_recipe
 from finetune import assets
 from finetune.errors import UserError
 from flatshift.cli import run
-from tests.data_models import write_jsonl
+from tests.chat_models import CONVERSATIONS, chat_tokenizer
+from tests.data_models import tiny_model, write_jsonl
 
 SMALL = {
     "train.steps": 3,
@@ -42,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from finetune.data.chat.template import template_text
 
     (home / "mine.jinja").write_text(template_text("plain").replace("User: ", "Q: "), encoding="utf-8")
-    task = {"task.template": home / "mine.jinja"}
+    task = {"task.template": home / "mine.jinja", "task.score": "generate"}
     assert run(["train", "chat", "--out", str(home / "run"), *flags(SMALL | task)]) == 0
     return home / "run"
 
@@ -119,7 +121,7 @@ def test_a_relative_template_is_found_from_elsewhere(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     task = [from_override("task.kind", "chat"), from_override("task.template", "mine.jinja")]
     assert load_recipe(None, task).recipe.task.template == str(tmp_path / "mine.jinja")
-    assert load_recipe("chat").recipe.task.template == "plain"
+    assert load_recipe("chat").recipe.task.template == "auto"
 
 
 def test_it_answers_as_it_was_judged(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -150,8 +152,15 @@ def test_it_merges_and_its_card_asks_it_as_it_was_trained(finished: Path, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"task.template": "null"}, "the backbone's tokenizer has no chat template; name a file of Jinja text"),
-        ({"task.template": "nowhere.jinja"}, "nowhere.jinja'; name a file of Jinja text, or 'plain'"),
+        ({"task.template": "chatlm"}, "chatlm'; did you mean 'chatml'?; name a file of Jinja text, auto (the "),
+        (
+            {"task.template": "nowhere.jinja"},
+            "nowhere.jinja'; name a file of Jinja text, auto (the tokenizer's own), or",
+        ),
+        ({"task.template": "gemma"}, "gemma ends a turn with '<end_of_turn>', which is no token of the backbone's"),
+        ({"task.template_arguments": "{enable_thinking: false}"}, "task.template reads no 'enable_thinking'; leave it"),
+        ({"task.template_arguments": "{messages: []}"}, "task.template_arguments cannot set 'messages'"),
+        ({"task.template_arguments": "thinking"}, "task.template_arguments must be a mapping"),
         ({"data.label_noise": 0.2}, "data.label_noise: a conversation has no label to make wrong"),
         ({"train.max_length": 48}, "keep no supervised token at train.max_length 48, more than task.max_unsupervised"),
         ({"task.turns": "first"}, "task.turns"),
@@ -177,3 +186,176 @@ def test_bad_rows_are_left_out_and_counted(tmp_path: Path, capsys: pytest.Captur
     assert run([*arguments, "--data.bad_rows", "skip"]) == 0
     log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
     assert "skipped 2 bad rows, first " in log and "train: 2 conversations: " in log and "1 bad rows (left out)" in log
+
+
+# ----------------------------------------------------------------------------------- another model, and other columns
+
+OWN = {"data.dev.files": "[]", "data.test.files": "[]", "data.train.limit": "null", "task.score": "perplexity"}
+SAID = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+
+
+def prompts(found: Path, data: Path, capsys: pytest.CaptureFixture) -> list[str]:
+    """What the model reads of each row before it answers."""
+    capsys.readouterr()
+    assert run(["generate", str(found), "--data", str(data), "--max-new-tokens", "1", "--json"]) == 0
+    return [one["prompt"] for one in json.loads(capsys.readouterr().out)]
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the recipe on an instruct model, whose template thinks unless asked not to."""
+    home = tmp_path_factory.mktemp("instruct")
+    tokenizer = chat_tokenizer("qwen3")
+    tiny_model("llama", len(tokenizer)).save_pretrained(home / "model")
+    tokenizer.save_pretrained(home / "model")
+    rows = write_jsonl(home / "rows.jsonl", [{"messages": SAID}] * 6)
+    given = {
+        "backbone": home / "model",
+        "data.train.files": rows,
+        "task.template_arguments": "{enable_thinking: false}",
+    }
+    assert run(["train", "chat", "--out", str(home / "run"), *flags(SMALL | OWN | given)]) == 0
+    return home / "run"
+
+
+QWEN = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_an_instruct_model_keeps_its_own_template_and_the_arguments_travel(
+    instruct: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = (instruct / "log.txt").read_text(encoding="utf-8")
+    assert "chat template: the tokenizer's own\n" in log and "⟦Hello<|im_end|>⟧" in log
+    resolved = (instruct / "recipe.resolved.yaml").read_text(encoding="utf-8")
+    assert "template: auto  # auto: the tokenizer's own" in resolved and '"enable_thinking": false' in resolved
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": SAID}])
+    assert prompts(instruct, rows, capsys) == [QWEN]
+    assert run(["train", "--resume", str(instruct), "--train.steps", "4"]) == 0
+    # `chat`: a system turn that stays, and is there again after /new
+    from experiments.workflows.chat import WritingRuns
+
+    asked: list = []
+    reply = WritingRuns.reply
+    monkeypatch.setattr(
+        WritingRuns, "reply", lambda self, name, turns, **how: (asked.append(turns), reply(self, name, turns, **how))[1]
+    )
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n/new\nHi\n"))
+    assert run(["chat", str(instruct), "--system", "Be brief.", "--max-new-tokens", "2"]) == 0
+    assert asked == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]] * 2
+    # What is handed on asks in the same way without being told of the arguments.
+    from transformers import AutoTokenizer
+
+    assert run(["export", str(instruct), "--out", str(tmp_path / "hub")]) == 0
+    assert run(["merge", str(instruct), "--out", str(tmp_path / "merged")]) == 0
+    for folder in ("hub", "merged"):
+        saved = AutoTokenizer.from_pretrained(tmp_path / folder)
+        assert saved.apply_chat_template(SAID[:1], tokenize=False, add_generation_prompt=True) == QWEN
+    snippet = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    scope: dict = {}
+    places = {"ADAPTER": tmp_path / "hub", "BACKBONE": instruct.parent / "model"}
+    for name, place in places.items():
+        snippet = re.sub(rf"{name} = .*", f"{name} = {str(place)!r}", snippet)
+    exec(snippet, scope)
+    assert scope["tokenizer"].decode(scope["ids"][0]) == QWEN.replace("Hi", "some text")
+
+
+@pytest.fixture(scope="module")
+def based(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the recipe on a base model, with tools and with thoughts that the template leaves out."""
+    home = tmp_path_factory.mktemp("based")
+    call = json.loads(json.dumps(CONVERSATIONS["tools"]))
+    function = call["messages"][1]["tool_calls"][0]["function"]
+    function["arguments"] = json.dumps(function["arguments"])
+    thought = {"messages": [SAID[0], {**SAID[1], "reasoning_content": "a greeting"}]}
+    rows = write_jsonl(home / "rows.jsonl", [call, thought] * 3)
+    own = {"data.train.files": rows, "train.max_length": 448}
+    assert run(["train", "chat", "--out", str(home / "run"), *flags(SMALL | OWN | own)]) == 0
+    return home / "run"
+
+
+def test_a_base_model_gets_a_template_in_text_that_ends_and_travels(
+    based: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    log = (based / "log.txt").read_text(encoding="utf-8")
+    assert "chat template: base, as the tokenizer has none: <|user|> and <|assistant|> in plain text, answers " in log
+    assert "train: 3 turns have thoughts that the template leaves out" in log
+    assert '{"name": "weather", "arguments": {"city": "Bonn"}}' in log and "</tool_call><eos>⟧" in log
+    assert "template: base  # auto: the tokenizer has none" in (based / "recipe.resolved.yaml").read_text()
+    assert run(["export", str(based), "--out", str(tmp_path / "hub")]) == 0
+    from finetune.data.chat.template import template_text
+
+    assert (tmp_path / "hub" / "chat_template.jinja").read_text(encoding="utf-8") == template_text("base")
+    files = {"data.train.files": based.parent / "rows.jsonl", "task.template": "plain"}
+    capsys.readouterr()
+    assert run(["train", "chat", "--out", str(tmp_path / "run"), *flags(SMALL | OWN | files)]) == 2
+    assert "no tools); task.template: base ships and writes tools; or leave such rows out" in capsys.readouterr().err
+
+
+ANSWER = "<|assistant|>\n"
+BRIEF = "<bos><|system|>\nBe brief.\n<|user|>\nHi\n" + ANSWER
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn"}}\n</tool_call><eos>\n'
+COLUMNS = {
+    "sharegpt": ({"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}]}, BRIEF),
+    "messages": ({"system": "Be brief.", "messages": SAID}, BRIEF),
+    "alpaca": (
+        {"instruction": "Again.", "input": "", "output": "x", "system": "", "history": [["Hi", "Hello"], ["A", "B"]]},
+        f"<bos><|user|>\nHi\n{ANSWER}Hello<eos>\n<|user|>\nA\n{ANSWER}B<eos>\n<|user|>\nAgain.\n{ANSWER}",
+    ),
+    "alpaca in text": (
+        {"instruction": "Again.", "history": '[["Hi", "Hello"]]'},
+        f"<bos><|user|>\nHi\n{ANSWER}Hello<eos>\n<|user|>\nAgain.\n{ANSWER}",
+    ),
+    "prompt and completion": (
+        {"prompt": [{"role": "system", "content": "Be brief."}, SAID[0]], "completion": [SAID[1]]}, BRIEF,
+    ),
+    "prompt alone": ({"prompt": "Hi", "system": "Be brief."}, BRIEF),
+    "sharegpt calls": (
+        {"conversations": [
+            {"from": "human", "value": "Hi"},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Bonn"}}'},
+            {"from": "observation", "value": "sun"},
+            {"from": "gpt", "value": "Sunny."},
+        ]},
+        f"<bos><|user|>\nHi\n{ANSWER}{CALL}<|tool|>\nsun\n{ANSWER}",
+    ),
+}  # fmt: skip
+
+
+def test_columns_of_other_toolkits_are_all_read(based: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name, (record, prompt) in COLUMNS.items():
+        data = write_jsonl(tmp_path / f"{name}.jsonl", [record])
+        assert prompts(based, data, capsys) == [prompt], name
+    twice = {"system": "A", "messages": [{"role": "system", "content": "B"}, *SAID]}
+    bad = {
+        "two.jsonl": (twice, "two system turns"),
+        "pairs.jsonl": ({"instruction": "x", "history": ["Hi"]}, "column 'history' is no list of pairs"),
+    }
+    for name, (record, says) in bad.items():
+        data = write_jsonl(tmp_path / name, [record])
+        assert run(["generate", str(based), "--data", str(data)]) == 2
+        assert f"{name}:1: " in (err := capsys.readouterr().err) and says in err
+
+
+def test_of_a_prompt_of_several_turns_only_the_completion_is_supervised(tmp_path: Path) -> None:
+    record = {"prompt": [*SAID, {"role": "user", "content": "And?"}], "completion": "Bye"}
+    rows = write_jsonl(tmp_path / "rows.jsonl", [record] * 4)
+    own = {"data.train.files": rows, "train.steps": 1, "task.template": "plain"}
+    assert run(["train", "chat", "--out", str(tmp_path / "run"), *flags(SMALL | OWN | own)]) == 0
+    log = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8")
+    assert "train: turns read from TRL's columns: prompt, completion, system" in log
+    assert "Assistant: Hello<eos>" in log and "Assistant:⟦ Bye<eos>⟧" in log
+
+
+def test_an_answer_is_told_without_the_blank_that_its_template_begins_it_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": SAID}] * 8)
+    own = {"data.train.files": rows, "train.steps": 30, "optimizer.lr": 0.02, "task.template": "plain"}
+    path = tmp_path / "run"
+    assert run(["train", "chat", "--out", str(path), *flags(SMALL | OWN | own)]) == 0
+    capsys.readouterr()
+    assert run(["generate", str(path), "--prompt", "Hi", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["text"].startswith(" ")  # exactly what was written
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    assert run(["chat", str(path)]) == 0
+    assert (said := capsys.readouterr().out) == said.lstrip(" ") and said.strip()

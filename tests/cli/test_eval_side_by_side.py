@@ -140,7 +140,7 @@ def test_best_step_and_patience_by_a_metric_of_what_is_written(tmp_path, capsys)
         "task.kind": "completion", "task.score": "generate", "task.metrics": "[numeric_match, has_number]",
         "task.max_new_tokens": 3, "train.best": "numeric_match", "train.eval_every": 1, "train.patience": 2,
         "train.steps": 5, "data.train.limit": 8, "data.train.files": f"[{data}]", "data.dev.files": f"[{data}]",
-        "optimizer.lr": 1e-6,
+        "optimizer.lr": 1e-6, "data.checks.copies": "warn",
     }  # fmt: skip
     path = trained(tmp_path / "sums", "language-model", **words, **{"data.test.files": "[]"})
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

@@ -38,7 +38,7 @@ SMALL = {
 
 def trained(home: Path, **task: object) -> Path:
     rows = write_jsonl(home / "rows.jsonl", [{"text": f"reset number {i}", "label": "yes"} for i in range(12)])
-    files = {"data.train.files": f"[{rows}]", "data.test.files": f"[{rows}]"}
+    files = {"data.train.files": f"[{rows}]", "data.test.files": f"[{rows}]", "data.checks.copies": "warn"}
     words = [str(word) for key, value in (SMALL | files | task).items() for word in (f"--{key}", value)]
     assert run(["train", "classify", "--out", str(home / "run"), *words]) == 0
     return home / "run"

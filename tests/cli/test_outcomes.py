@@ -64,7 +64,7 @@ def test_a_selection_ends_with_its_first_choices(tmp_path: Path, capsys) -> None
     best = json.loads((out / "selected.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert lines[-3].split()[0] == "1" and best["text"].split()[0] in lines[-3]
     assert commands[1][3:5] == ["--data", str(out / "selected.jsonl")]
-    more = SMALL.replace("--data.train.limit 40 ", "").split()
+    more = SMALL.replace("--data.train.limit 40 --data.dev.limit 20 --data.test.limit 30 ", "").split()
     assert run([*commands[1][1:], *more, "--out", str(tmp_path / "run")]) == 0
 
 

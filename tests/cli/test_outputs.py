@@ -68,7 +68,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     """A run of `task: completion`."""
     out = tmp_path_factory.mktemp("runs") / "completion"
-    files = {"data.train.files": f"[{json.dumps(str(rows))}]", "data.test.files": f"[{json.dumps(str(rows))}]"}
+    files = {f"data.{split}.files": f"[{json.dumps(str(rows))}]" for split in ("train", "test")}
+    files["data.checks.copies"] = "warn"
     task = {"task.kind": "completion", "task.prompt": ASK, "task.max_new_tokens": 5}
     assert run(["train", "classify", "--out", str(out), *flags(SMALL | files | task)]) == 0
     return out
@@ -78,7 +79,8 @@ def written(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
 def classes(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> Path:
     """A run of `task: classify`."""
     out = tmp_path_factory.mktemp("runs") / "classify"
-    files = {"data.train.files": f"[{json.dumps(str(rows))}]", "data.test.files": f"[{json.dumps(str(rows))}]"}
+    files = {f"data.{split}.files": f"[{json.dumps(str(rows))}]" for split in ("train", "test")}
+    files["data.checks.copies"] = "warn"
     assert run(["train", "classify", "--out", str(out), *flags(SMALL | files)]) == 0
     return out
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -45,6 +49,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             file = write(home / f"rows-{len(made)}.jsonl", rows)
             files = ["--data.train.files", str(file), "--data.train.limit", "null"]
             files += ["--data.dev.files", "[]", "--data.test.files", str(file), "--data.test.limit", "null"]
+            files += ["--data.checks.copies", "warn"]
             assert run(["train", recipe, *files, *SMALL, *words, "--out", str(out)]) == 0
             made[key] = out
         return made[key]
@@ -118,6 +123,36 @@ def test_a_kill_loses_no_part_and_another_run_is_refused(
     assert not (tmp_path / ".cut.jsonl.parts").exists()
     assert run([*words, str(cut)]) == 2
     assert "exists" in capsys.readouterr().err
+
+
+def test_rows_that_nobody_can_count(
+    trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A data set of the hub, and files that break off: alone refused, behind others left out where asked."""
+    out = trained(*CLASSIFY)
+    package = types.ModuleType("datasets")
+    package.load_dataset = lambda *given, **how: [{"text": row["text"]} for row in ROWS]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    assert run(["predict", str(out), "--data", "hub:owner/name:train", "--out", str(tmp_path / "hub.jsonl")]) == 0
+    assert len((tmp_path / "hub.jsonl").read_text(encoding="utf-8").splitlines()) == len(ROWS)
+
+    lines = "".join(json.dumps({"text": f"{row['text']} {i * 7919 % 1013}"}) + "\n" for i, row in enumerate(ROWS * 40))
+    whole, torn, damaged = tmp_path / "whole.jsonl", tmp_path / "torn.jsonl.gz", tmp_path / "damaged.parquet"
+    whole.write_text(lines[: lines.index("\n") + 1], encoding="utf-8")
+    packed = gzip.compress(lines.encode())
+    torn.write_bytes(packed[: len(packed) // 2])
+    pq.write_table(pa.table({"text": ["one", "two"]}), damaged)
+    damaged.write_bytes(damaged.read_bytes()[:-7])
+    for file in (torn, damaged):
+        for more in ([], ["--bad-rows", "skip"]):
+            none = tmp_path / f"{file.name}-{len(more)}.jsonl"
+            assert run(["predict", str(out), "--data", str(file), *more, "--out", str(none)]) == 2
+            assert file.name in capsys.readouterr().err and not none.exists()
+        said = tmp_path / f"{file.name}-said.jsonl"
+        words = ["predict", str(out), "--data", str(whole), str(file), "--bad-rows", "skip", "--out", str(said)]
+        assert run(words) == 0
+        assert file.name in capsys.readouterr().err
+        assert len(said.read_text(encoding="utf-8").splitlines()) >= 1
 
 
 NUMBERS = [{"text": f"number {i} of many", "label": float(i)} for i in range(16)]

@@ -22,6 +22,40 @@ SMALL = [
 FIGURES = {"loss", "preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "reference_distance"}
 
 
+def test_conversations_of_a_base_model_are_written_as_a_chat_run_writes_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked, call = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+    rows, out = tmp_path / "pairs.jsonl", tmp_path / "run"
+    pair = {"system": "Be brief.", "prompt": [asked], "chosen": [call], "rejected": [{**call, "content": "No."}]}
+    rows.write_text((json.dumps(pair) + "\n") * 4)
+    own = [
+        "--data.train.files",
+        str(rows),
+        "--data.dev.files",
+        "[]",
+        "--data.test.files",
+        "[]",
+        "--train.eval_every",
+        "0",
+    ]
+    chat = ["--task.chat", "true", "--task.answer", "{answer}", "--data.train.limit", "4", "--data.dev.limit", "null"]
+    words = ["train", "preference", *SMALL, *own, *chat, "--data.test.limit", "null"]
+    assert run([*words, "--out", str(out)]) == 0
+    assert "chat template: base, as the tokenizer has none" in (out / "log.txt").read_text()
+    assert "template: base  # auto: the tokenizer has none" in (out / "recipe.resolved.yaml").read_text()
+    assert "<|system|>\n" in (log := (out / "log.txt").read_text()) and "Be brief." in log
+    capsys.readouterr()
+    assert run(["generate", str(out), "--prompt", "Hi", "--max-new-tokens", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["prompt"] == "<bos><|user|>\nHi\n<|assistant|>\n"
+    for given, says in (
+        (["--task.template_arguments", "{tone: 1}"], "task.template_arguments: task.template reads no 'tone'"),
+        (["--task.chat", "false", "--task.template", "plain"], "template is of conversations; set chat: true"),
+    ):
+        assert run([*words, *given, "--out", str(tmp_path / "other")]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert run(["train", "preference", "--out", str(out), *SMALL, "--train.best", "preference_accuracy"]) == 0
@@ -57,6 +91,42 @@ def test_a_run_prefers_and_says_so_of_every_row(tmp_path: Path) -> None:
     assert same["reward_margin"] == pytest.approx(found[0]["reward_margin"], abs=0.1 * 4 * 20 * 1e-6)
     with pytest.raises(UserError, match="row 1: no column 'chosen'"):
         Run(out).predict([{"prompt": "It rains.", "rejected": " 0"}])
+
+
+SINGLES = [{"prompt": f"Is it {i}?", "completion": f" It is {i}.", "label": bool(i % 2)} for i in range(16)]
+PAIRS = [{"prompt": f"Is it {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(16)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told", "columns"),
+    [
+        (None, "pairs of answers", {"chosen_reward", "preferred"}),
+        (PAIRS, "pairs of answers", {"chosen_reward", "preferred"}),
+        (SINGLES, "single answers", {"reward"}),
+        ([row | {"label": str(row["label"]).lower()} for row in SINGLES], "single answers", {"reward"}),
+    ],
+)
+def test_kto_learns_from_pairs_and_from_single_answers(
+    tmp_path: Path, rows: list[dict[str, object]] | None, told: str, columns: set[str]
+) -> None:
+    """The sample; rows of the user's; labels that are words, as in a CSV file."""
+    given, own = tmp_path / "given.jsonl", list[str]()
+    if rows is not None:
+        given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        own = ["--data.train.files", str(given), "--data.train.limit", "null", "--data.holdout", "0.25"]
+        own += [word for split in ("dev", "test") for word in (f"--data.{split}.files", "[]")]
+        own += ["--data.dev.limit", "null", "--data.test.limit", "null"]
+    else:
+        given.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    run_directory, said = tmp_path / "run", tmp_path / "said.jsonl"
+    words = ["train", "preference", "--task.loss", "kto", "--out", str(run_directory), *SMALL, *own]
+    assert run([*words, "--eval.cold", "0", "--train.steps", "2"]) == 0
+    assert told in (run_directory / "log.txt").read_text()
+    assert json.loads((run_directory / "eval.json").read_text())["test"]["loss"]["value"] > 0
+    assert run(["predict", str(run_directory), "--data", str(given), "--out", str(said)]) == 0
+    found = [json.loads(line) for line in said.read_text().splitlines()]
+    assert len(found) == 16 and all(row.keys() >= columns for row in found)
+    assert run(["eval", str(run_directory), "--data", str(given), "--json"]) == 0
 
 
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys) -> None:

@@ -132,7 +132,8 @@ def test_the_commands_on_the_pages_run_one_after_another(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (shown,) = re.findall(r"(?s)```json\n(\[.*?)```", (DOCS / "data.md").read_text(encoding="utf-8"))
-    (tmp_path / "alpaca.json").write_text(json.dumps(json.loads(shown) * 10), encoding="utf-8")
+    rows = [{**row, "instruction": f"{row['instruction']} {i}"} for i in range(10) for row in json.loads(shown)]
+    (tmp_path / "alpaca.json").write_text(json.dumps(rows), encoding="utf-8")
     small = ["--train.steps", "1", "--eval.cold", "0", "--task.max_new_tokens", "2", "--train.batch_size", "2"]
     (train,) = commands("data.md", "flatshift train instruction")
     assert run([*train, *small]) == 0, capsys.readouterr().err
@@ -140,8 +141,10 @@ def test_the_commands_on_the_pages_run_one_after_another(
 
     made = Path(train[train.index("--out") + 1])
     kept = (made / "metrics.jsonl").read_text(encoding="utf-8")
-    (resume,) = commands("training.md", "flatshift train --resume RUN")
-    assert run([str(made) if word == "RUN" else word for word in resume] + ["--train.steps", "2"]) == 0
+    resume, longer, evaluated = commands("training.md", "flatshift train --resume RUN")
+    for words in ([*resume, "--train.steps", "2"], longer, evaluated):
+        assert run([{"RUN": str(made), "400": "3"}.get(word, word) for word in words]) == 0, capsys.readouterr().err
+    assert {"train", "dev", "test"} >= set(json.loads((made / "eval.json").read_text(encoding="utf-8"))) > {"test"}
     now = (made / "metrics.jsonl").read_text(encoding="utf-8")
     assert now.startswith(kept.splitlines()[0]) and len(now) > len(kept)
 

@@ -3,17 +3,21 @@ alone."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from regularizers.layers.forward import AddedTerm
 from regularizers.layers.fused import FusedLayers, FusedLora
 from regularizers.layers.sites import find_lora_sites
+from regularizers.methods.sam import _collecting
 from tests.regularizer_models import clear, frozen_checksums, gradients, tiny_gpt2, tiny_llama, tokens, with_lora
 
 
@@ -232,3 +236,49 @@ def test_recomputation_in_backward_computes_the_same() -> None:
     wanted, found = passed(plain, fused=True), passed(checkpointed, fused=True)
     assert found[0] == wanted[0] > 0 and torch.equal(found[1], wanted[1])
     assert all(torch.equal(gradient, found[3][name]) for name, gradient in wanted[3].items())
+
+
+def tiny_deberta() -> Any:
+    """Adds its biases to what the fused query, key and value layer gives, in place."""
+    config = transformers.DebertaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, pad_token_id=0,
+        relative_attention=True, pos_att_type=["c2p", "p2c"], hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.DebertaForMaskedLM(config)
+
+
+def tiny_led() -> Any:
+    """Divides what the query layer gives by the root of its width, in place."""
+    config = transformers.LEDConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=48,
+        decoder_attention_heads=2, decoder_ffn_dim=48, attention_window=8, dropout=0.0, pad_token_id=0,
+        max_encoder_position_embeddings=64, max_decoder_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.LEDForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("made", [tiny_deberta, tiny_led])
+@pytest.mark.parametrize("collects", [False, True])
+def test_models_that_write_into_what_a_layer_gives(made: Callable[[], Any], collects: bool) -> None:
+    """collects: behind SAM's identity over the whole weight, which collects gradients."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = with_lora(made().double(), task_type=None)
+    ids = tokens()[:, :8].contiguous()
+    found = []
+    for fused in (False, True):
+        clear(model)
+        with contextlib.ExitStack() as stack:
+            for site in find_lora_sites(model)[0] if fused and collects else ():
+                term = AddedTerm(site)
+                term.install(partial(_collecting, torch.zeros(site.rows, site.columns, dtype=torch.float64)))
+                stack.callback(term.remove)
+            if fused:
+                assert stack.enter_context(FusedLayers(model).working()) == lora_layers(model)
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        found.append((loss.detach(), gradients(model)))
+    (plain, wanted), (loss, got) = found
+    assert torch.allclose(loss, plain, rtol=1e-12)
+    for name, gradient in wanted.items():
+        assert torch.allclose(got[name], gradient, rtol=1e-9, atol=1e-12), name

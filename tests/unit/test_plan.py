@@ -92,7 +92,7 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     from experiments.recipe import from_override
 
     overrides = [from_override(f"train.{key}", value) for key, value in flags.items()]
-    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0)
+    found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0, tokens=1e9)
     times = [layout["update_s"] for layout in found["layouts"] if layout["fits"]]
     assert found["fits"] and times == sorted(times) and len(found["layouts"]) > 20
     best = found["layouts"][found["best"]]
@@ -290,11 +290,15 @@ def test_a_known_name_is_only_its_makers(tmp_path: Path) -> None:
 
 def test_float32_has_no_hours(capsys: pytest.CaptureFixture[str]) -> None:
     """The rates of devices are those of bf16 products."""
-    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "8xH100-80", "--price", "2", "--train.precision"]
+    words = ["plan", "--model", "llama-3.2-3b", "--gpus", "8xH100-80", "--price", "2", "--tokens", "1e6"]
+    words += ["--train.precision"]
     assert run([*words, "fp32", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] and document["hours"] is None and document["cost"] is None
-    assert run([*words, "fp32"]) == 0 and "no hours" in capsys.readouterr().out
+    assert document["evaluation"]["rows_at_once"] == 32 and document["evaluation"]["gib"] > 0
+    assert document["evaluation"]["updates_per_1000_rows"] > 0
+    assert run([*words, "fp32"]) == 0
+    assert "no hours" in (said := capsys.readouterr().out) and "evaluation: 32 rows at once take " in said
     assert run([*words, "bf16"]) == 0 and "and cost" in capsys.readouterr().out
 
 
@@ -327,6 +331,14 @@ def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:
     assert whole.needs.gathered == 2 * 2 * block
     assert shared.needs.gathered == 2 * 2 * max(block - sizes.expert_elements * 7 // 8, 256 * 64)
     assert shared.time.gathers < whole.time.gathers and whole.time.experts == 0 < shared.time.experts
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b", "flatshift-5m"])
+@pytest.mark.parametrize("gpus", ["1xH100-80", "8xH100-80", "64xH100-80", "8xA100-40", "here"])
+def test_every_ordinary_plan_has_a_page(model: str, gpus: str, tmp_path: Path) -> None:
+    out = tmp_path / "plan.html"
+    assert run(["plan", "--model", model, "--gpus", gpus, "--out", str(out)]) in (0, 1)
+    assert "Time by cause" in out.read_text(encoding="utf-8")
 
 
 def test_the_page_has_causes_and_meshes(tmp_path: Path) -> None:

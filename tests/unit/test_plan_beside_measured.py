@@ -29,10 +29,12 @@ PLAN = MemoryPlan(backbone=1000, adapter=100, gradients=100, optimizer=200, acti
 GB = 10**9
 
 
-def test_a_run_tells_both(tmp_path, capsys):
+def test_the_log_tells_both(tmp_path, capsys):
     out = tmp_path / "run"
     assert cli.run(["train", "language-model", "--out", str(out), *flags(SMALL)]) == 0
-    said = "".join(capsys.readouterr())
+    printed, said = "".join(capsys.readouterr()), (out / "log.txt").read_text(encoding="utf-8")
+    assert "plan: " in printed and not any(word in printed for word in ("memory of an update", "peak: ", "padding: "))
+    assert "peak: " in said and "padding: " in said
     before, after = said.index("plan: "), said.index("memory of an update ")
     assert before < after and "predicted" in said[after:] and "the process grew by " in said
     assert "an update not predicted on this device, " in said

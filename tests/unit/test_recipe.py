@@ -167,11 +167,11 @@ def test_unknown_recipe_names_the_nearest() -> None:
 
 
 def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
-    """What `recipe_key` was at 0.1.0, before sources, trackers, compiled blocks and other optimizers came, and before
-    the machine chose the precision, which the recipes named."""
+    """What `recipe_key` was at 0.1.0, before sources, trackers, compiled blocks and other optimizers came, before the
+    machine chose the precision, which the recipes named, and when training rows were evaluated too."""
     from experiments.recipe import from_override, load_recipe, recipe_key
 
-    bf16 = from_override("train.precision", "bf16")
+    bf16 = [from_override("train.precision", "bf16"), from_override("eval.train_limit", "1000")]
 
     before = {
         "classify": "6b6154076e4aa60b",
@@ -182,14 +182,27 @@ def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
     }
     first = {"select.method": "gotd", "select.embedder.dim": 128}  # what the recipe `warmup` named then
     warm = [from_override(key, value) for key, value in first.items()]
-    read = {name: load_recipe(name, [bf16, *(warm if name == "warmup" else ())]) for name in before}
+    steps = {"classify": 200, "language-model": 150}  # and how long these two were
+    then = {
+        name: [from_override(f"train.{key}", value) for key, value in (("steps", count), ("eval_every", 50))]
+        for name, count in steps.items()
+    }
+    then["language-model"].append(from_override("train.overlong", "null"))
+    then["warmup"] = warm
+    read = {name: load_recipe(name, [*bf16, *then.get(name, ())]) for name in before}
     assert {name: recipe_key(resolved.recipe, []) for name, resolved in read.items()} == before
     changed = {"seq2seq": "5c5ff5185db78236", "completion": "4f54fcaab7d0201e"}
     for kind, key in changed.items():
-        assert recipe_key(load_recipe("language-model", [bf16, from_override("task.kind", kind)]).recipe, []) == key
-    watched = [bf16, from_override("tracker.kinds", "tensorboard"), from_override("train.peak_tflops", "1")]
+        laid = [*bf16, *then["language-model"], from_override("task.kind", kind)]
+        assert recipe_key(load_recipe("language-model", laid).recipe, []) == key
+    watched = [
+        *bf16,
+        *then["classify"],
+        from_override("tracker.kinds", "tensorboard"),
+        from_override("train.peak_tflops", "1"),
+    ]
     assert recipe_key(load_recipe("classify", watched).recipe, []) == before["classify"]
-    other = [bf16, from_override("optimizer.kind", "adamw-8bit")]
+    other = [*bf16, from_override("optimizer.kind", "adamw-8bit")]
     assert recipe_key(load_recipe("classify", other).recipe, []) != before["classify"]
 
 

@@ -246,7 +246,7 @@ def test_settings_that_a_kind_has_not_answer_as_if_nobody_had_set_them():
         "perplexity",
         None,
         None,
-        None,
+        "auto",
         0,
     )
     assert plain.judged() is plain and plain.lenient() is plain and plain.template_record() is None

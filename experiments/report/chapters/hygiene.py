@@ -8,6 +8,7 @@ from typing import Any
 from experiments.report import formats
 from experiments.report.blocks import Block, Notes, Part, Section, Table
 from experiments.results.run import Run, Selection, read_object
+from finetune.errors import UserError
 
 _EXAMPLES = 5
 
@@ -44,13 +45,16 @@ def _examples(selection: Selection) -> list[list[str]]:
     if not path.is_file():
         return found
     with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            drop = json.loads(line)
-            if drop["match"] is None:
-                continue
-            similarity = drop["value"] if drop["cause"] == "near-duplicate" else None
-            shown = "" if similarity is None else formats.number(similarity, 3)
-            found.append([drop["id"], drop["cause"], drop["match"], drop["match_in"], shown])
+        for number, line in enumerate(lines, 1):
+            try:
+                drop = json.loads(line)
+                if drop["match"] is None:
+                    continue
+                similarity = drop["value"] if drop["cause"] == "near-duplicate" else None
+                shown = "" if similarity is None else formats.number(similarity, 3)
+                found.append([drop["id"], drop["cause"], drop["match"], drop["match_in"], shown])
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise UserError(f"{path}:{number}: not what a selection writes; make it again") from None
             if len(found) == _EXAMPLES:
                 break
     return found

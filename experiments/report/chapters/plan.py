@@ -9,29 +9,10 @@ from experiments.report import formats
 from experiments.report.blocks import Bars, Chapter, Notes, Pre, Section, Table, Tile
 from experiments.report.html import render
 from finetune.figures import duration, gib
+from finetune.planner.layouts import CAUSES
 
 _MOST, _NEAREST = 30, 10
 """Meshes in the table: of those that fit, and of those that do not."""
-_CAUSES = {
-    "weights": "frozen weights",
-    "gathered": "gathered weights",
-    "adapter": "adapter, gradients, optimizer",
-    "activations": "activations kept for backward",
-    "work": "loss and backward pass at work",
-    "logits": "logits of an evaluation",
-    "regularizer": "regularizer's noise and state",
-    "context": "CUDA context, at most",
-    "nccl": "NCCL's buffers, at most",
-    "products": "matrix products",
-    "elements": "element-wise traffic",
-    "tensor": "tensor parallelism",
-    "gathers": "gathers that nothing hides",
-    "bubble": "idle in the pipeline",
-    "pipeline": "sent between stages",
-    "gradients": "gradients of the adapter",
-    "head": "output layer and loss",
-    "experts": "tokens sent to experts",
-}
 
 
 def page(document: Mapping[str, Any]) -> str:
@@ -71,7 +52,7 @@ def _held(best: Mapping[str, Any]) -> dict[str, int]:
 def _bars(values: Mapping[str, float], said: Any) -> Bars:
     kept = sorted(((value, name) for name, value in values.items() if value > 0), reverse=True)
     longest = kept[0][0] if kept else 1.0
-    return Bars([(_CAUSES[name], said(value), value / longest) for value, name in kept])
+    return Bars([(CAUSES[name], said(value), value / longest) for value, name in kept])
 
 
 def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[Tile]:

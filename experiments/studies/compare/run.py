@@ -7,7 +7,6 @@ same.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -29,7 +28,7 @@ from experiments.studies.compare.tuning import (
     together,
 )
 from experiments.studies.study import Batches, carry_out, claim_study
-from finetune.atomic import write_json
+from finetune.atomic import read_object, write_json
 from finetune.errors import UserError
 from finetune.evaluate.metrics import metric_of
 
@@ -174,7 +173,7 @@ def _equal_steps(plan: Plan, out: Path, outcome: Outcome, pair: Pair) -> int | N
     """
     method, task = pair
     file = out / _EQUAL_TIME
-    kept: dict[str, float] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept: dict[str, float] = read_object(file, fix="delete it") if file.is_file() else {}
     if method not in outcome.step_ratio:
         return None
     if method not in kept:

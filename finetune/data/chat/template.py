@@ -115,10 +115,19 @@ def with_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
     if not arguments:
         return text
     head = "".join(
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in arguments.items()
     )
     return f"{head}\n{text}"  # the line end behind a block is not written (trim_blocks)
+
+
+def _literal(value: Any) -> str:
+    """What JSON can hold, as Jinja writes it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_literal, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(key)}: {_literal(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
@@ -207,7 +216,7 @@ class ChatTemplate:
         return self._sources[known]
 
     def reads_key(self, key: str) -> bool:
-        """Whether the text names a key of turns; thoughts go under each of their names."""
+        """True if the text names a key of turns; thoughts go under each of their names."""
         if key not in self._keys:
             names = "|".join(map(re.escape, THOUGHTS if key in THOUGHTS else (key,)))
             text = self.source(None) + self.source([{}])

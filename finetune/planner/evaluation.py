@@ -1,0 +1,93 @@
+"""What an evaluation will hold in memory and how long it will be, in closed form, said before step 1.
+
+Nothing is kept for a backward pass: the most is what one block makes of a batch of the longest rows, or the cache of
+keys and values and the logits of the last places where answers are written. Long is measured in updates, each of which
+computes about twice what reading its tokens does (the weights are frozen).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..compute.slices import slice_rows
+from ..config import WIDTHS, Train
+from ..figures import gib
+from .footprint import Sizes
+
+if TYPE_CHECKING:
+    from ..tasks import Task
+
+_PASSES = 2
+"""Readings that an update of as many tokens is worth."""
+_FEWEST = 16
+"""Tokens of a pass below which it takes no less time: the weights are read all the same."""
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+    """Of all splits together."""
+
+    read: int
+    """Tokens that go through the model at once with others of their row."""
+    written: int
+    """Tokens that are written one after the other, at most."""
+    memory: int
+    """Bytes beside weights and adapter."""
+    passes: float
+    """What it computes, in tokens read."""
+
+    def updates(self, tokens: float) -> float:
+        """How many updates of so many `tokens` take as long."""
+        return self.passes / (_PASSES * max(tokens, 1))
+
+    def line(self, rows: str, *, tokens: float, seconds: float | None) -> str:
+        """For a person. rows: which, as `dev 12, test 16`; tokens, seconds: of an update."""
+        count = self.updates(tokens)
+        word = f"{count:,.0f} updates" if count >= 1.5 else "an update" if count >= 0.5 else "a part of an update"
+        took = "" if seconds is None else f" ({seconds * count:.3g} s)"
+        written = f" and at most {self.written:,} written" if self.written else ""
+        return (
+            f"evaluation: rows of {rows}: {self.read:,} tokens are read{written}, about as long as {word}{took}; "
+            f"{gib(self.memory)} of memory beside the weights"
+        )
+
+
+def evaluation_plan(
+    sizes: Sizes,
+    task: Task,
+    train: Train,
+    *,
+    batch_size: int,
+    rows: int,
+    tokens: int,
+    longest: int,
+    classes: int = 0,
+    device: str = "cuda",
+) -> EvaluationPlan:
+    """Of `rows` rows that have `tokens` tokens in all, the longest `longest`; `batch_size` rows at once on this rank.
+
+    classes: completions that are ranked for each row.
+    """
+    width, batch = WIDTHS[train.precision], min(batch_size, max(rows, 1))
+    kept = 2 * width * len(sizes.blocks) * sizes.groups * sizes.head  # keys and values of a token
+    writes = task.score == "generate"
+    beams = (task.num_beams or 1) if writes else 1
+    new = task.max_new_tokens if writes else 0
+    block = width * (3 * sizes.hidden + 3 * sizes.feed_forward + 2 * (sizes.heads + sizes.groups) * sizes.head)
+    work = batch * longest * (block + 8 * sizes.hidden) + width * batch * longest**2
+    whole = batch if sizes.whole_rows else min(batch * longest, slice_rows(sizes.outputs, device, width))
+    reading = work + whole * sizes.outputs * (4 + width)
+    caching = 0
+    if writes:
+        caching = batch * beams * ((longest + new) * kept + sizes.outputs * (8 + width)) + work
+    elif classes:
+        caching = batch * classes * (longest * kept + sizes.outputs * (4 + width)) + work
+    read = tokens * (1 + (writes or bool(classes)) + task.has_reference)
+    steps = -(-rows // batch) * new
+    return EvaluationPlan(
+        read=read,
+        written=rows * new,
+        memory=max(reading, caching),
+        passes=read + steps * max(batch * beams, _FEWEST) + rows * classes,
+    )

@@ -1,0 +1,280 @@
+"""A folder that brings Flatshift to a machine that reaches no package index, and has torch with CUDA and its like.
+
+    make bundle PYTHON=3.12                          # here, with an index: flatshift-bundle/
+    flatshift-bundle/run.sh flatshift doctor         # there: installs beside itself, then runs the command
+    flatshift-bundle/run.sh python -m benchmarks.gpu --minutes 8
+
+In it are our wheel, the wheels that such a machine lacks, the benchmarks, and `run.sh`. What is needed is read from the
+metadata of our wheel and of those that are fetched; what `ASSUMED` names, and what that needs by its own metadata, is
+not fetched but checked there before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from email.parser import HeaderParser
+from pathlib import Path
+
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name, parse_wheel_filename
+
+ASSUMED = (
+    *("torch", "triton", "transformers", "peft", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn"),
+    *("pandas", "pyarrow", "matplotlib", "jinja2", "pyyaml", "regex", "rich", "pytest"),
+)
+"""Distributions that the machine has; edit it for yours, or pass --there."""
+OPTIONAL = ("liger-kernel", "datasets", "trl")
+"""Taken along as far as they fit, in this order; their version ranges are those of our extras."""
+LIMIT_MIB = 20.0
+"""Of all wheels that are not ours."""
+PLATFORMS = (*(f"manylinux_2_{minor}" for minor in (34, 31, 28, 27, 24, 17)), "manylinux2014", "manylinux1")
+ROOT = Path(__file__).resolve().parent.parent
+RUN = """#!/bin/sh
+# Install what is in this folder, once, and run a command with it:
+#   run.sh flatshift doctor
+#   run.sh python -m benchmarks.gpu --minutes 8
+# PYTHON: the interpreter that has torch (python3). FLATSHIFT_SITE: where to install (the folder site beside this file).
+set -eu
+here=$(CDPATH= cd -- "$(dirname -- "$0")" && pwd)
+python=${PYTHON:-python3}
+site=${FLATSHIFT_SITE:-$here/site}
+"$python" "$here/install.py" "$site" || exit $?
+PYTHONPATH=$site:$here${PYTHONPATH:+:$PYTHONPATH}
+PATH=$site/bin:$PATH
+export PYTHONPATH PATH
+[ $# -gt 0 ] || set -- flatshift doctor
+if [ "$1" = python ]; then shift; set -- "$python" "$@"; fi
+exec "$@"
+"""
+
+
+@dataclass
+class Group:
+    """Wheels that belong together, and what they need of the machine."""
+
+    wheels: dict[str, Path] = field(default_factory=dict)
+    needs: dict[str, SpecifierSet] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(wheel.stat().st_size for wheel in self.wheels.values())
+
+    def document(self) -> dict[str, object]:
+        """For bundle.json."""
+        needs = {
+            name: ",".join(sorted({*map(str, wanted)}, reverse=True)) for name, wanted in sorted(self.needs.items())
+        }
+        return {"wheels": sorted(wheel.name for wheel in self.wheels.values()), "needs": needs}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine that the bundle is for."""
+
+    python: str
+    machine: str
+    there: frozenset[str]
+    """Distributions that it has."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What markers of requirements are evaluated in."""
+        mine = {name: str(value) for name, value in default_environment().items()}
+        return mine | {
+            "python_version": self.python,
+            "python_full_version": f"{self.python}.0",
+            "implementation_name": "cpython",
+            "platform_python_implementation": "CPython",
+            "os_name": "posix",
+            "sys_platform": "linux",
+            "platform_system": "Linux",
+            "platform_machine": self.machine,
+        }
+
+    def wanted(self, lines: Iterable[str], extras: Iterable[str] = ()) -> list[Requirement]:
+        """Of the requirements those that hold there."""
+        found = [Requirement(line) for line in lines]
+        asked = [{**self.environment, "extra": extra} for extra in ("", *extras)]
+        return [r for r in found if r.marker is None or any(r.marker.evaluate(e) for e in asked)]
+
+    def options(self) -> list[str]:
+        """Of pip."""
+        named = [f"--platform={platform}_{self.machine}" for platform in PLATFORMS]
+        return ["--only-binary=:all:", f"--python-version={self.python}", "--implementation=cp", *named]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default="", metavar="3.12", help="version of the machine's Python; by default ours")
+    parser.add_argument("--machine", default="x86_64", help="its processor: x86_64 or aarch64")
+    parser.add_argument("--there", nargs="*", default=[], help="distributions that it has besides ASSUMED")
+    parser.add_argument("--optional", nargs="*", default=list(OPTIONAL), help="what to take along besides")
+    parser.add_argument("--limit", type=float, default=LIMIT_MIB, metavar="MIB", help="of all wheels but ours")
+    parser.add_argument("--out", type=Path, default=Path("flatshift-bundle"), help="folder; replaced if it is a bundle")
+    chosen = parser.parse_args(arguments)
+    version = re.fullmatch(r"(?:python)?(3\.\d+)(?:\.\d+)?", chosen.python or "{}.{}".format(*sys.version_info))
+    if version is None:
+        parser.error(f"--python {chosen.python}: write a version, as in make bundle PYTHON=3.12")
+    if chosen.out.exists() and not (chosen.out / "bundle.json").is_file():
+        parser.error(f"--out {chosen.out}: is there and no bundle; name another folder")
+    target = Target(version[1], chosen.machine, closure([*ASSUMED, *chosen.there]))
+    with tempfile.TemporaryDirectory() as scratch:
+        about = bundle(target, Path(scratch) / "made", chosen.optional, chosen.limit * 2**20)
+        shutil.rmtree(chosen.out, ignore_errors=True)
+        shutil.move(Path(scratch) / "made", chosen.out)
+    whole = sum(file.stat().st_size for file in chosen.out.rglob("*") if file.is_file())
+    print(f"{chosen.out}: {whole / 2**20:.1f} MiB for Python {target.python}, of it {about} MiB of others' wheels")
+    return 0
+
+
+def bundle(target: Target, out: Path, optional: Sequence[str], limit: float) -> str:
+    """Write the folder `out`; returns the MiB of the wheels that are not ours. Raises SystemExit where they are more
+    than `limit` bytes, or where one is not to be had."""
+    (out / "wheels").mkdir(parents=True)
+    ours = own_wheel(out / "wheels")
+    core = resolve(target, target.wanted(requires(ours)), out / "wheels")
+    if core.size > limit:
+        raise SystemExit(f"the wheels that are needed take {core.size / 2**20:.1f} MiB; raise --limit, or edit ASSUMED")
+    size, groups = core.size, {}
+    for name in optional:
+        with tempfile.TemporaryDirectory() as scratch:
+            group = resolve(target, [extra_requirement(name)], Path(scratch))
+            more = {wheel.name: wheel for wheel in group.wheels.values() if not (out / "wheels" / wheel.name).exists()}
+            added = sum(wheel.stat().st_size for wheel in more.values())
+            if size + added > limit:
+                print(f"{name} is left out: it takes {added / 2**20:.1f} MiB more (see --limit)")
+                continue
+            size += added
+            groups[name] = group.document()
+            for wheel in more.values():
+                shutil.move(wheel, out / "wheels" / wheel.name)
+    core.wheels["flatshift"] = ours
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    about = {
+        "flatshift": str(parse_wheel_filename(ours.name)[1]),
+        "python": target.python,
+        "machine": "" if all("-none-any" in wheel.name for wheel in out.glob("wheels/*")) else target.machine,
+        "core": core.document(),
+        "optional": groups,
+    }
+    (out / "bundle.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    (out / "commit").write_text(f"{commit}\n", encoding="utf-8")
+    write_scripts(out)
+    for file in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "benchmarks/results/gpu").glob("*.jsonl")]:
+        copy = out / file.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+    return f"{size / 2**20:.1f}"
+
+
+def write_scripts(out: Path) -> None:
+    """`run.sh` and `install.py`."""
+    shutil.copyfile(ROOT / "scripts" / "bundle_install.py", out / "install.py")
+    (out / "run.sh").write_text(RUN, encoding="utf-8")
+    (out / "run.sh").chmod(0o755)
+
+
+# --------------------------------------------------------------------------------------------- what is needed
+
+
+def closure(names: Iterable[str]) -> frozenset[str]:
+    """These distributions and what they need, as far as they are installed here to be asked."""
+    found: set[str] = set()
+    todo = [canonicalize_name(name) for name in names]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            lines = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        asked = [Requirement(line) for line in lines]
+        environment = {**default_environment(), "extra": ""}
+        todo += [canonicalize_name(r.name) for r in asked if r.marker is None or r.marker.evaluate(environment)]
+    return frozenset(found)
+
+
+def extra_requirement(name: str) -> Requirement:
+    """The requirement of that name in one of our extras; without a range where none has it."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    found = [Requirement(line) for lines in extras.values() for line in lines]
+    same = [r for r in found if canonicalize_name(r.name) == canonicalize_name(name)]
+    if not same:
+        return Requirement(name)
+    return Requirement(f"{name}{same[0].specifier}")
+
+
+def requires(wheel: Path) -> list[str]:
+    """Its requirements."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
+        return HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
+
+
+def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
+    """Wheels of `wanted` and of what they need, fetched into a folder, and what they need of the machine."""
+    bounds: dict[str, SpecifierSet] = {}
+    while True:
+        group, ranges, todo = Group(), dict(bounds), list(wanted)
+        while todo:
+            requirement = todo.pop(0)
+            name = canonicalize_name(requirement.name)
+            ranges[name] = ranges.get(name, SpecifierSet()) & requirement.specifier
+            if name in target.there:
+                group.needs[name] = ranges[name]
+            elif name not in group.wheels:
+                wheel = group.wheels[name] = fetched(target, f"{name}{ranges[name]}", into)
+                todo += target.wanted(requires(wheel), requirement.extras)
+            elif parse_wheel_filename(group.wheels[name].name)[1] not in ranges[name]:
+                bounds[name] = ranges[name]
+                break  # what the newest of it needs may not count: from the beginning
+        else:
+            return group
+        for fetched_in_vain in group.wheels.values():
+            fetched_in_vain.unlink()
+
+
+def fetched(target: Target, requirement: str, into: Path) -> Path:
+    """The newest wheel that fits. Raises SystemExit where there is none."""
+    with tempfile.TemporaryDirectory() as scratch:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+        done = subprocess.run(
+            [*pip, *target.options(), "--dest", scratch, requirement], stderr=subprocess.PIPE, text=True
+        )
+        found = list(Path(scratch).glob("*.whl"))
+        if done.returncode or len(found) != 1:
+            why = (done.stderr.strip().splitlines() or ["pip fetched none"])[-1]
+            raise SystemExit(
+                f"no wheel of {requirement} for Python {target.python} on {target.machine}; if it has it, name "
+                f"it behind --there ({why})"
+            )
+        return Path(shutil.move(found[0], into / found[0].name))
+
+
+def own_wheel(folder: Path) -> Path:
+    """Our wheel, built into `folder`."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(ROOT)], check=True)
+    (wheel,) = folder.glob("flatshift-*.whl")
+    return wheel
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,101 @@
+"""Install a bundle's wheels into a folder, after a look at what the machine has: `run.sh` calls it.
+
+    python3 install.py FOLDER
+
+Needs pip and the standard library. Says in one list what is missing, before anything is written, and ends with 2 then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+STAMP = ".bundle"
+
+
+def main(site: Path) -> int:
+    """Install into `site` what fits this machine; returns the exit code."""
+    about = json.loads((HERE / "bundle.json").read_text(encoding="utf-8"))
+    missing = [*interpreter(about), *lacking(about["core"]["needs"])]
+    if missing:
+        print(f"this machine lacks what flatshift {about['flatshift']} needs; nothing was installed:", file=sys.stderr)
+        print("\n".join(f"  {line}" for line in missing), file=sys.stderr)
+        return 2
+    chosen = list(about["core"]["wheels"])
+    for name, group in about["optional"].items():
+        if why := lacking(group["needs"]):
+            print(f"{name} is left out: {'; '.join(why)}", file=sys.stderr)
+        else:
+            chosen += [wheel for wheel in group["wheels"] if wheel not in chosen]
+    install([HERE / "wheels" / wheel for wheel in chosen], site)
+    return 0
+
+
+def interpreter(about: Mapping[str, str]) -> list[str]:
+    """Why the wheels do not fit this Python or machine."""
+    found = []
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    if version != about["python"]:
+        found.append(f"Python {about['python']}: {sys.executable} is {version}; set PYTHON, or make the bundle for it")
+    if about["machine"] and (sys.platform, platform.machine()) != ("linux", about["machine"]):
+        found.append(f"Linux on {about['machine']}: this is {sys.platform} on {platform.machine()}")
+    try:
+        import pip  # noqa: F401
+    except ImportError:
+        found.append(f"pip: {sys.executable} does not have it")
+    return found
+
+
+def lacking(needs: Mapping[str, str]) -> list[str]:
+    """Of `needs`, version ranges by distribution, those that this Python does not meet."""
+    if not needs:
+        return []
+    try:
+        from packaging.specifiers import SpecifierSet
+    except ImportError:
+        try:
+            from pip._vendor.packaging.specifiers import SpecifierSet  # type: ignore[assignment]
+        except ImportError:
+            return [f"packaging: {sys.executable} does not have it"]
+    found = []
+    for name, wanted in needs.items():
+        try:
+            there = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{name} {wanted}".rstrip() + ": not there")
+            continue
+        if not SpecifierSet(wanted).contains(there, prereleases=True):
+            found.append(f"{name} {wanted}: {there} is there")
+    return found
+
+
+def install(wheels: list[Path], site: Path) -> None:
+    """Put `wheels` into `site`, whole or not at all; nothing is done where they are there already."""
+    digest = hashlib.sha256("".join(sorted(wheel.name for wheel in wheels)).encode())
+    for wheel in sorted(wheels):
+        digest.update(wheel.read_bytes())
+    if (site / STAMP).is_file() and (site / STAMP).read_text() == digest.hexdigest():
+        return
+    made = site.with_name(f"{site.name}.{os.getpid()}")
+    options = ["--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "--isolated", "install", *options, "--target", str(made)]
+    try:
+        subprocess.run([*pip, *map(str, wheels)], check=True, env={**os.environ, "PIP_CONFIG_FILE": os.devnull})
+        (made / STAMP).write_text(digest.hexdigest())
+        shutil.rmtree(site, ignore_errors=True)
+        made.rename(site)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1]).resolve()))

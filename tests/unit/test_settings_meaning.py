@@ -1,0 +1,92 @@
+"""Every setting of a recipe and every number of a command line, at values that mean nothing: refused by their name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from benchmarks.faults.bad_settings import MEANT, NUMBERS, Setting, numbers_of_commands, settings
+from experiments.recipe import from_override, load_recipe
+from experiments.recipe.rules import check_recipe
+from finetune.errors import UserError
+from flatshift import commands
+from flatshift.command_line import parse
+from regularizers.errors import RegularizerError
+from selection.errors import SelectionError
+
+MISTAKES = (UserError, RegularizerError, SelectionError)
+
+
+def asked(one: Setting, value: str) -> str | None:
+    """What is said of a recipe with this value; None: it is taken."""
+    overrides = [from_override(key, kind, f"--{key}") for key, kind in one.kinds]
+    try:
+        check_recipe(load_recipe("classify", [*overrides, from_override(one.key, value, f"--{one.key}")]).recipe)
+    except MISTAKES as error:
+        return str(error)
+    return None
+
+
+def test_no_setting_takes_what_means_nothing() -> None:
+    wrong = []
+    for one in settings():
+        for value in one.values():
+            told = asked(one, value)
+            if told is None or one.key.rpartition(".")[2] not in told:
+                wrong.append(f"{one.key} ({dict(one.kinds)}) {value!r}: {told or 'is taken'}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_what_is_meant_is_taken() -> None:
+    there: dict[str, list[Setting]] = {}
+    for one in settings():
+        there.setdefault(one.key, []).append(one)
+    for value, keys in MEANT.items():
+        for key in sorted(keys):
+            assert any(asked(one, value) is None for one in there[key]), f"{key} {value!r}"
+
+
+def _flags() -> Iterator[tuple[str, str, str]]:
+    for command, flag, kind in numbers_of_commands():
+        for value in (*NUMBERS, "x") if kind is float else ("-1", "1.5", "x", ""):
+            yield command, flag, value
+
+
+TAKEN = {
+    "0": "--temperature --tokens --price --nvlink --ib --epsilon --memory --noise --sharpness-sigmas --sharpness-rhos "
+    "--every --lease --top-p",
+    "-1": "--tokens --price --nvlink --ib --epsilon --memory --noise --sharpness-sigmas --sharpness-rhos "
+    "--seeds --points --ranks --budget --port --sharpness-draws",
+}
+"""What the parser leaves to the command, which knows of what it is (`benchmarks.faults.bad_settings` runs those)."""
+
+
+def test_no_flag_takes_what_is_no_number() -> None:
+    import importlib
+
+    begin = {"sweep": ["r.yaml"], "forecast": ["r.yaml"], "compare": ["r.yaml"], "watch": ["d"], "predict": ["d"]}
+    begin |= {"eval": ["d"], "chat": ["d"], "serve": ["d"], "generate": ["d"]}
+    wrong = []
+    for command, flag, value in _flags():
+        flags = importlib.import_module(f"flatshift.commands.{command}").Flags
+        assert dataclasses.is_dataclass(flags) and command in commands.SUMMARIES
+        try:
+            parse(flags, command, [*begin.get(command, []), f"{flag}={value}"])
+        except UserError as error:
+            if flag not in str(error):
+                wrong.append(f"{command} {flag} {value}: {error}")
+        else:
+            if flag not in TAKEN.get(value, "").split() and (value, flag) != (str(2**64), flag):
+                wrong.append(f"{command} {flag} {value!r}: is taken")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("argv", [[""], ["run", "--out", ""], ["run", "--out="], ["run", "--data", "a", ""]])
+def test_an_empty_word_is_refused_but_where_it_is_a_text(argv: list[str]) -> None:
+    from flatshift.commands.generate import Flags
+
+    with pytest.raises(UserError, match=r"^(an argument|--out|--data) is empty \(''\)"):
+        parse(Flags, "generate", argv)
+    assert parse(Flags, "generate", ["run", "--prompt", ""]).prompt == ("",)
