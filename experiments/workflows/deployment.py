@@ -110,7 +110,10 @@ def _for_llama_cpp(
         asked = _ask_llama_cpp(out / GGUF, wanted.reference, exact=exact)
     compared = compare(
         wanted, recipe, None, out, ends=trained, exact=exact,
-        gguf=Gguf(GGUF, told["architecture"], [told[name] for name in ENDS if told[name] is not None]),
+        gguf=Gguf(
+            GGUF, told["architecture"], backbone.config.get_text_config().model_type,
+            [told[name] for name in ENDS if told[name] is not None],
+        ),
     )  # fmt: skip
     return {"adapter": adapter, **asked, "compared": compared}
 

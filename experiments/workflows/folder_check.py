@@ -67,6 +67,8 @@ class Gguf:
 
     file: str
     architecture: str
+    family: str
+    """transformers' type of the backbone."""
     ends: list[int]
     """The tokens that it names as the end of an answer."""
 

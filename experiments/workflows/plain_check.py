@@ -35,7 +35,11 @@ def main(directory: str) -> None:
             if asked["gguf"] is None:
                 raise
             found["unread"] = str(error).splitlines()[0]
-    if model is not None:
+    if model is not None and asked["gguf"] is not None and model.config.model_type != asked["gguf"]["family"]:
+        found["unread"] = (
+            f"transformers reads it as a {model.config.model_type} model"  # which has no experts, no window
+        )
+    elif model is not None:
         ask(model, asked, work, found)
     found["ours"] = sorted(set(OURS) & {name.split(".")[0] for name in sys.modules})
     (work / "found.json").write_text(json.dumps(found), encoding="utf-8")
