@@ -20,6 +20,7 @@ backbone's own settings do not name.
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,8 @@ def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]
     try:
         compared = deploy(home / "run", home / "gguf", to="gguf", outtype="f32")["compared"]
     except UserError as error:
-        return found, f" (no GGUF: {error})"
+        reason = re.sub(r"/\S+/", "", str(error))  # of this machine's temporary folder
+        return found, f" (no GGUF: {reason})"
     if "unread" in compared:
         return found, f" (GGUF: vocabulary and ends compared; plain transformers: {compared['unread'].split(',')[0]})"
     return found | {"GGUF": compared}, ""
