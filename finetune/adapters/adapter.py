@@ -239,7 +239,10 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     if offsets_of(model):
         return write_adapter(model, join(trainable(model), model), directory)
     layers = lora_layers(model)
-    if any(f"{layer}.weight" in trainable(model) for layer in layers):  # a head beneath LoRA, which PEFT leaves out
+    config: Any = model.peft_config[ADAPTER]
+    head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # beneath LoRA: PEFT leaves it out
+    biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
+    if head or biases:
         return write_adapter(model, trainable(model), directory)
     with replacing_directory(directory) as temporary:
         model.save_pretrained(str(temporary), safe_serialization=True, save_embedding_layers=False)

@@ -1,0 +1,265 @@
+"""Each form that a page names goes through the command once: kinds of task, losses, rows, sources, commands and flags
+(`tests.documented_forms`); and a form that a page names and this suite lacks fails."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from experiments.recipe import load_recipe
+from experiments.recipe.resolve import shipped_recipes
+from finetune.errors import SENTENCE
+from finetune.tasks import KINDS
+from flatshift.cli import run
+from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.commands import train
+from tests.documented_forms import FORMS, ROWS, RUNS, SOURCES, Datasets, Form, Found, prepare
+
+Runner = Callable[[Form], Found]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A user's directory, in which every command is given."""
+    place = tmp_path_factory.mktemp("documented")
+    prepare(place)
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/documented/source.jsonl", (place / "source.jsonl").read_bytes())
+    patch = pytest.MonkeyPatch()
+    patch.chdir(place)
+    patch.setenv("FLATSHIFT_CACHE", str(place / "cache"))
+    patch.setitem(sys.modules, "datasets", Datasets())
+    yield place
+    patch.undo()
+    store.rm("/documented", recursive=True)
+
+
+@pytest.fixture(scope="module")
+def runner(home: Path) -> Runner:
+    """Runs a form in this process, after the runs that it names."""
+    made: dict[str, Found] = {}
+    numbers = itertools.count()
+
+    def do(form: Form) -> Found:
+        if form.name in made and RUNS.get(form.name) is form:
+            return made[form.name]
+        own = RUNS.get(form.name) is form
+        out = home / "runs" / form.name if own else home / "out" / str(next(numbers))
+        out.parent.mkdir(exist_ok=True)
+        words = shlex.split(form.command)
+        for i, word in enumerate(words):
+            for name in [name for name in RUNS if f"{{run:{name}}}" in word]:
+                done = do(RUNS[name])
+                assert done.code == 0, f"{name}: {done.stderr}"
+                word = word.replace(f"{{run:{name}}}", f"runs/{name}")
+            words[i] = word.replace("{out}", str(out)).replace("{home}", str(home)).replace("{name}", out.name)
+        suffix = next((Path(word).suffix for word in words if word.startswith(f"{out}.")), "")
+        said, printed = io.StringIO(), io.StringIO()
+        before = sys.stdin
+        sys.stdin = io.StringIO(form.stdin or "")
+        try:
+            with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+                code = run(words)
+        except SystemExit as end:  # --help
+            code = int(end.code or 0)
+        finally:
+            sys.stdin = before
+        found = Found(code, printed.getvalue(), said.getvalue(), Path(f"{out}{suffix}"))
+        if own:
+            made[form.name] = found
+        return found
+
+    return do
+
+
+@pytest.mark.parametrize("form", [*RUNS.values(), *FORMS], ids=lambda form: form.name)
+def test_the_form(runner: Runner, form: Form) -> None:
+    found = runner(form)
+    told = found.stderr.strip().splitlines()[-30:]
+    assert found.code == form.code, f"{form.command}\n" + "\n".join(told)
+    if found.code == 2:
+        assert told[-1].startswith("flatshift: error: ") and len(told[-1]) <= SENTENCE + 40, told
+    for check in form.checks:
+        assert check(found), f"{form.command}\n{found.stdout[-2000:]}\n" + "\n".join(told)
+
+
+# --------------------------------------------------------------------------------------- what pages name is in the suite
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+TABLE = [*RUNS.values(), *FORMS]
+WORDS = [shlex.split(form.command) for form in TABLE]
+ELSEWHERE = {
+    "--mesh.": "tests/distributed",
+    "--shared": "tests/cli/test_sweep_shared.py",
+    "--processes": "tests/cli/test_select_ranks.py",
+    "--merge": "tests/cli/test_sweep_command.py",
+    "--calibrate": "tests/unit/test_plan.py",
+    "--programs": "tests/cli/test_eval_samples.py",
+    "--backbone_precision": "tests/unit/test_narrow_weights.py",
+    "--select.cache": "tests/cli/test_select_remote_features.py",
+}
+"""Flags that want several processes, a store, minutes or namespaces: where they are followed. A beginning of a flag."""
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The `flatshift` commands in the fenced blocks of a page."""
+    for _, block in re.findall(r"(?ms)^ *```(\w*)\n(.*?)^ *```", text):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.match(r"\s*(\$ )?(srun )?flatshift [a-z]", line):
+                words = shlex.split(line.strip().removeprefix("$ ").removeprefix("srun "), comments=True)
+                yield [word for word in words[1:] if word != "…"]
+
+
+def flags(words: list[str]) -> set[tuple[str, str]]:
+    """(command, flag) of a command line."""
+    return {(words[0], _flag(word.partition("=")[0])) for word in words if re.match("--[a-z]", word)}
+
+
+def _flag(written: str) -> str:
+    """`_` and `-` are one inside of a flag."""
+    return "--" + written.removeprefix("--").replace("-", "_")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_and_flags_of_the_page_are_in_the_suite(name: str) -> None:
+    ours = {flag for words in WORDS for flag in flags(words)}
+    anywhere = {flag for _, flag in ours}  # a recipe key is one in every command
+    lacking = []
+    for words in commands(PAGES[name]):
+        assert words[0] in {verb for verb, *_ in WORDS}, words
+        for verb, flag in flags(words):
+            known = flag in anywhere if "." in flag else (verb, flag) in ours
+            if not known and not any(flag.startswith(_flag(begins)) for begins in ELSEWHERE):
+                lacking.append(f"{verb} {flag}")
+    assert not lacking, f"{name} names {', '.join(sorted(set(lacking)))}: add a form to tests/documented_forms.py"
+
+
+def first_column(page: str, header: str) -> set[str]:
+    """What stands as code in the first column of the table with this header."""
+    table = PAGES[page].split(header, 1)[1].split("\n\n", 1)[0]
+    rows = [line for line in table.splitlines()[2:] if line.startswith("|")]
+    assert rows, f"{page} has no table {header}"
+    return {code for line in rows for code in re.findall(r"`([^`]+)`", line.split("|")[1])}
+
+
+def given(flag: str) -> set[str]:
+    """The values that the suite gives a flag."""
+    found = (words[i + 1] for words in WORDS for i, word in enumerate(words[:-1]) if word == flag)
+    return {value for text in found for value in re.findall(r"[\w./-]+", text)}
+
+
+def test_every_kind_of_task_and_loss_is_trained() -> None:
+    kinds, losses = set(), set()
+    for form in RUNS.values():
+        verb, *words = shlex.split(form.command)
+        if verb != "train":
+            continue
+        own, overrides = split_overrides(words, train.Flags)
+        flags: train.Flags = parse(train.Flags, "train", own)
+        if flags.recipe in shipped_recipes():
+            task = load_recipe(flags.recipe, data_override(flags.data, overrides)).recipe.task
+            kinds.add(task.kind)
+            losses |= {(task.loss, task.chat)} if task.kind == "preference" else set()
+    table = PAGES["objectives.md"].split("| you have |", 1)[1].split("\n\n", 1)[0]
+    named = {re.findall(r"`([^`]+)`", line.split("|")[2])[0] for line in table.splitlines()[2:]}
+    assert named | set(KINDS) <= kinds
+    assert set(itertools.product(first_column("preference.md", "| `task.loss` |"), (True, False))) <= losses
+
+
+def columns_of(*recipes: str) -> list[set[str]]:
+    """The keys of the rows that each run of these recipes reads, inside lists too, and the roles of turns."""
+
+    def names(value: Any) -> set[str]:
+        if isinstance(value, list):
+            return set().union(*map(names, value)) if value else set()
+        if isinstance(value, dict):
+            roles = {value[key] for key in ("role", "from") if key in value}
+            return set(value).union(roles, *map(names, value.values()))
+        return set()
+
+    found = []
+    for form in RUNS.values():
+        words = shlex.split(form.command)
+        if words[0] == "train" and words[1] in recipes and "--data" in words:
+            name = Path(words[words.index("--data") + 1]).stem
+            found.append(names(ROWS.get(name, [])))
+    return found
+
+
+def test_every_form_of_rows_is_trained_on() -> None:
+    pairs = columns_of("preference")
+    table = PAGES["preference.md"].split("| columns |", 1)[1].split("\n\n", 1)[0]
+    for line in table.splitlines()[2:]:
+        wanted = set(re.findall(r"`([^`]+)`", line.split("|")[1]))
+        assert any(wanted <= there for there in pairs), f"preference.md: {wanted}"
+    said = PAGES["data.md"].split("of which the answer alone is supervised:", 1)[1].split("; the run says which", 1)[0]
+    answers = set().union(*columns_of("completion"))
+    assert set(re.findall(r"`(\w+)`", said)) <= answers
+    talks = set().union(*columns_of("chat", "instruction"))
+    forms = PAGES["supervised.md"].split("## Conversations", 1)[1].split("### The template", 1)[0]
+    forms = forms.split("- Roles", 1)[1]
+    named = set(re.findall(r"`([a-z_]+)`", forms)) - {"reasoning_content", "tool_call_id"}
+    assert named <= talks, f"supervised.md: {named - talks}"
+    everything = set().union(*(row for rows in ROWS.values() for row in map(set, rows)))
+    assert first_column("data.md", "| column | flag |") <= everything
+
+
+def test_every_kind_of_source_is_read_by_every_command() -> None:
+    named = first_column("data.md", "| format | suffix |") | set(
+        re.findall(r"`(\.\w+)`", PAGES["data.md"].split("may be compressed:", 1)[1].split("Files are read", 1)[0])
+    )
+    table = PAGES["data.md"].split("| format | suffix |", 1)[1].split("\n\n", 1)[0]
+    suffixes = {code for line in table.splitlines()[2:] for code in re.findall(r"`([^`]+)`", line.split("|")[2])}
+    read = {"hub:NAME[CONFIG]@REVISION:SPLIT": "hub:owner/name[small]@abc:train", "sample:NAME": "sample:banking/train"}
+    known = " ".join(form.command for form in TABLE)
+    for suffix in (named | suffixes) - {"datasets", "s3://bucket/pool/*.jsonl.gz"}:
+        assert read.get(suffix, suffix) in known, f"data.md names {suffix}"
+    for kind in SOURCES:
+        for verb in ("train", "predict", "eval", "select", "generate", "tokenizer"):
+            assert f"{verb}: {kind}" in {form.name for form in TABLE}
+
+
+@pytest.mark.parametrize(
+    ("page", "header", "flag"),
+    [
+        ("selection.md", "| method | score |", "--method"),
+        ("few-shot.md", "| `--score` |", "--score"),
+        ("few-shot.md", "| metric | of |", "--task.metrics"),
+        ("which-regularizer.md", "| kind | what the gradient", "--regularizer.kind"),
+        ("adapters.md", "| `adapter.init` | A and B", "--adapter.init"),
+        ("data.md", "| `data.checks.` |", "--data.checks."),
+    ],
+)
+def test_every_value_of_a_table_is_given_once(page: str, header: str, flag: str) -> None:
+    values = given(flag)
+    if flag.endswith("."):
+        values = {word.removeprefix(flag) for words in WORDS for word in words if word.startswith(flag)}
+    settings = {"rounds: 5", "debiased: true", "default", "loftq", "corda"}  # loftq: 4 bits, corda: a package
+    named = {code for code in first_column(page, header) if code not in settings and not code.startswith("form: ")}
+    assert named <= values, f"{page}: {named - values}"
+
+
+def test_templates_and_recipes_that_ship_are_trained() -> None:
+    from finetune.data.chat.template import shipped_templates
+
+    assert set(shipped_templates()) <= given("--task.template")
+    alone = {"double-descent-rank", "double-descent-rows", "double-descent-steps", "double-descent", "detox",
+             "flat-comparison", "positive-control", "training-bump", "chat-qlora"}  # fmt: skip
+    trained = {words[1] for words in WORDS if words[0] == "train"}
+    assert set(shipped_recipes()) - alone <= trained
+
+
+def test_the_suite_is_large_enough() -> None:
+    assert len(TABLE) >= 250 and len({form.name for form in TABLE}) == len(TABLE)
