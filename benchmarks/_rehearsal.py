@@ -215,6 +215,7 @@ def rehearse(
                 callbacks=callbacks,
             ),
         )
+    del marks[steps + 1 :]  # the evaluation at the end asks after each batch
     found.start, found.end = seen.waits[: marks[1]], seen.waits[marks[-1] :]
     found.updates = [seen.waits[first:last] for first, last in itertools.pairwise(marks[1:])]
     return found

@@ -29,6 +29,7 @@ def make_study(directory: Path, *, seeds: int = 3) -> Path:
         f"""
 backbone: {directory / "bert"}
 task: classify
+data: {{checks: {{copies: warn}}}}
 adapter: {{rank: 2}}
 train: {{steps: 6, batch_size: 8, max_length: 16, max_cut: 1, save_every: 0, precision: fp32}}
 comparison:

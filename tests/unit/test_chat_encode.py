@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from finetune.config import Evaluate
 from finetune.data.batches import Batches
@@ -162,7 +161,7 @@ def test_generation_stops_at_the_end_of_turn_too():
     four = tokenizer("4")["input_ids"]
 
     class Model:
-        config = SimpleNamespace()
+        config = PreTrainedConfig()
 
         def generate(self, *, input_ids, generation_config, **_):
             self.ends = generation_config.eos_token_id

@@ -52,7 +52,7 @@ SIGNS = [
 ]
 any_text = st.text(st.one_of(st.sampled_from(SIGNS), st.characters()), max_size=40)  # halves of pairs are among them
 a_text = any_text.filter(lambda text: text.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in text))
-plain_text = a_text.map(lambda text: text.replace("\0", "0"))
+plain_text = a_text.map(lambda text: text.replace("\0", "0") or "0")  # an empty one is refused
 numbers = st.floats(allow_nan=False, allow_infinity=False, min_value=1e-300, max_value=1e300)
 scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | any_text
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(any_text, inner, max_size=4))

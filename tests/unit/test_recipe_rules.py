@@ -9,7 +9,7 @@ from experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_cell,
 from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
 from finetune.errors import UserError
 from finetune.stacked.limits import REASONS
-from finetune.tasks import LanguageModel
+from finetune.tasks import Completion, LanguageModel
 from regularizers.config import SAM
 from selection.config import KNN, GotD
 
@@ -28,6 +28,8 @@ def strict():
 
 RECIPES = {
     "train.group: length": broken(task=LanguageModel(pack=True), train=Train(group="length")),
+    "train.overlong: split reads plain texts": broken(task=Completion(), train=Train(overlong="split")),
+    "train.overlong: split does not go with train.truncation": broken(train=Train(overlong="split", truncation="left")),
     "train.epochs: sources mixed by weight": broken(data=strict().data, train=Train(epochs=2.0)),
     "data.train.sources.wiki.when_over": strict(),
     "optimizer.kind: adamw-8bit": broken(optimizer=Optimizer(kind="adamw-8bit"), mesh=Mesh(auto=True)),

@@ -215,12 +215,14 @@ def recipe_of(tmp_path, **settings):
         "data.train.files": f"[{tmp_path / 'train.jsonl'}]",
         "data.test.files": f"[{tmp_path / 'test.jsonl'}]",
         "data.label_noise": "0.25",
+        "data.checks.copies": "off",
         "adapter.rank": "2",
         "train.steps": "2",
         "train.batch_size": "2",
         "train.max_length": "24",
         "train.max_cut": "1",
         "eval.bootstrap": "5",
+        "eval.train_limit": "12",
         **settings,
     }
     return load_recipe(None, [from_override(key, value) for key, value in given.items()])
