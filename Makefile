@@ -10,9 +10,14 @@ NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 TORCH_INDEX ?= $(if $(NVIDIA),,https://download.pytorch.org/whl/cpu)
 # An index that does not answer is found out once (scripts/package_indexes.py), not for each dependency; errors are shown.
 PIP := . $(VENV)/indexes && $(BIN)/python -m pip --disable-pip-version-check -qq
+# For `make bundle` PYTHON is the version of the machine that the bundle is for.
+ifneq ($(filter bundle,$(MAKECMDGOALS)),)
+THERE := $(if $(filter command environment,$(origin PYTHON)),$(PYTHON))
+override PYTHON := python3
+endif
 TORCH := $(shell sed -n 's/^  "\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
 
-.PHONY: demo test lint bench slow sbom docs image clean
+.PHONY: demo test lint bench bundle slow sbom docs image clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -26,6 +31,7 @@ help:
 	@echo "make image   a container image, where docker is"
 	@echo "make sbom    what is installed, as flatshift-sbom.json (CycloneDX)"
 	@echo "make bench NAME=gotd_exact    one benchmark of benchmarks/"
+	@echo "make bundle PYTHON=3.12    flatshift-bundle/, for a machine without a package index"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -86,6 +92,10 @@ docs: $(VENV)/core $(VENV)/indexes
 # Where docker is: the command in an image, without a GPU.
 image:
 	docker build -t flatshift -f Containerfile .
+
+# What a machine without an index lacks: scripts/bundle.py --help. MORE=--limit 100 and others go on to it.
+bundle: $(VENV)/core $(VENV)/indexes
+	. $(VENV)/indexes && $(BIN)/python scripts/bundle.py --python "$(THERE)" $(MORE)
 
 slow: $(VENV)/test
 	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal

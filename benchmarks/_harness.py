@@ -381,7 +381,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
     reasons = [f"  {r['what']}: {r['reason']}" for r in rows if r.get("reason")]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *(["not measured:", *reasons] if reasons else [])])
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *(["notes:", *reasons] if reasons else [])])
 
 
 def _runs(figure: Figure) -> list[float]:

@@ -9,15 +9,23 @@ compared with backbone + adapter in float32 on the same rows: once computing in 
 itself did to the weights, and once in the stored dtype, where rounding inside the model is most of it. Time and memory
 (peak of anonymous memory beyond the imports) are taken of a random 145 M Llama in bfloat16, each run in a process of
 its own, in A B B A order.
+
+Families: a tiny random backbone of each (`benchmarks._families`) is trained through the command, and the folders of
+`merge`, `export` and `export --to gguf --outtype f32` (by llama.cpp's own converter: extra gguf) are asked by plain
+transformers and PEFT in a process that never imports Flatshift, beside the run's own model: logits on rows, greedy
+answers to two prompts and where they stop, classes and their names. A decoder's turns end with a token that its
+backbone's own settings do not name.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks._families import FAMILIES, Family, save_family, train_words
 from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, in_child, interleave
 from benchmarks._sized import Sizes, save_backbone
 from finetune.config import Adapter
@@ -231,6 +239,82 @@ def cost(bench: Benchmark, scratch: Path) -> None:
     )
 
 
+def families(bench: Benchmark, scratch: Path) -> None:
+    """Two rows a family: logits, and what is answered where."""
+    for family in FAMILIES:
+        home = scratch / family.name.replace(" ", "-").replace(",", "")
+        home.mkdir()
+        save_family(family, home / "backbone")
+        require_done(train_words(family, home / "backbone", home / "run"))
+        found, note = folders(family, home)
+        apart = {name: one["max_logit_difference"] / one["largest_logit"] for name, one in found.items()}
+        bench.row(
+            f"{family.name}: largest logit difference to the run in plain transformers ÷ the largest logit, "
+            f"{', '.join(apart)}{note}",
+            unit="relative",
+            ours=max(apart.values()),
+            bar_op="<=",
+            bar_value=1e-5,
+        )
+        if family.task == "classify":
+            rows = sum(one["rows"] for one in found.values())
+            wrong = sum(one["other_labels"] or one["places"] - one["same_tokens"] for one in found.values())
+            bench.row(
+                f"{family.name}: rows with the run's class, in the merged folder by its name, of {rows}",
+                unit="rows",
+                ours=rows - wrong,
+                bar_op=">=",
+                bar_value=rows,
+            )
+            continue
+        ends = json.loads((home / "run" / "manifest.json").read_text(encoding="utf-8"))["ends"]
+        asked = len(found) * (2 + len(ends))
+        bench.row(
+            f"{family.name}: greedy answers that are the run's to their end (2 a folder), and trained ends at which "
+            f"plain generate stops ({', '.join(ends)}), of {asked}",
+            unit="answers and ends",
+            ours=sum(one["answers"] + len(one["stops"]) for one in found.values()),
+            bar_op=">=",
+            bar_value=asked,
+        )
+
+
+def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    """What was compared of each folder, and what there is to know of the others."""
+    from experiments.workflows.deployment import deploy
+    from experiments.workflows.export import export
+    from experiments.workflows.merge import merge
+    from finetune.errors import UserError
+
+    exported = export(home / "run", home / "exported")
+    assert exported is not None
+    found = {"merged": merge(home / "run", home / "merged"), "exported": exported}
+    if family.task == "classify":
+        return found, ""
+    try:
+        compared = deploy(home / "run", home / "gguf", to="gguf", outtype="f32")["compared"]
+    except UserError as error:
+        reason = re.sub(r"/\S+/", "", str(error))  # of this machine's temporary folder
+        return found, f" (no GGUF: {reason})"
+    if "unread" in compared:
+        return found, f" (GGUF: vocabulary and ends compared; plain transformers: {compared['unread'].split(',')[0]})"
+    return found | {"GGUF": compared}, ""
+
+
+def require_done(words: list[str]) -> None:
+    """Run a command in silence."""
+    import contextlib
+    import io
+
+    from flatshift.cli import run
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = run(words)
+    if code:
+        raise RuntimeError(f"{' '.join(words)}: exit {code}: {said.getvalue()[-600:]}")
+
+
 def main() -> None:
     """Measure and write benchmarks/results/merge.json."""
     import transformers
@@ -244,6 +328,7 @@ def main() -> None:
         for name in BACKBONES:
             compare(bench, name, Path(folder))
         cost(bench, Path(folder))
+        families(bench, Path(folder))
     bench.finish()
 
 

@@ -75,7 +75,9 @@ class Group:
 
     def document(self) -> dict[str, object]:
         """For bundle.json."""
-        needs = {name: str(wanted) for name, wanted in sorted(self.needs.items())}
+        needs = {
+            name: ",".join(sorted({*map(str, wanted)}, reverse=True)) for name, wanted in sorted(self.needs.items())
+        }
         return {"wheels": sorted(wheel.name for wheel in self.wheels.values()), "needs": needs}
 
 
@@ -228,21 +230,25 @@ def requires(wheel: Path) -> list[str]:
 
 def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
     """Wheels of `wanted` and of what they need, fetched into a folder, and what they need of the machine."""
-    group, ranges, todo = Group(), {}, list(wanted)
-    while todo:
-        requirement = todo.pop(0)
-        name = canonicalize_name(requirement.name)
-        ranges[name] = ranges.get(name, SpecifierSet()) & requirement.specifier
-        if name in target.there:
-            group.needs[name] = ranges[name]
-            continue
-        if name in group.wheels:
-            if parse_wheel_filename(group.wheels[name].name)[1] in ranges[name]:
-                continue
-            group.wheels.pop(name).unlink()
-        wheel = group.wheels[name] = fetched(target, f"{name}{ranges[name]}", into)
-        todo += target.wanted(requires(wheel), requirement.extras)
-    return group
+    bounds: dict[str, SpecifierSet] = {}
+    while True:
+        group, ranges, todo = Group(), dict(bounds), list(wanted)
+        while todo:
+            requirement = todo.pop(0)
+            name = canonicalize_name(requirement.name)
+            ranges[name] = ranges.get(name, SpecifierSet()) & requirement.specifier
+            if name in target.there:
+                group.needs[name] = ranges[name]
+            elif name not in group.wheels:
+                wheel = group.wheels[name] = fetched(target, f"{name}{ranges[name]}", into)
+                todo += target.wanted(requires(wheel), requirement.extras)
+            elif parse_wheel_filename(group.wheels[name].name)[1] not in ranges[name]:
+                bounds[name] = ranges[name]
+                break  # what the newest of it needs may not count: from the beginning
+        else:
+            return group
+        for fetched_in_vain in group.wheels.values():
+            fetched_in_vain.unlink()
 
 
 def fetched(target: Target, requirement: str, into: Path) -> Path:

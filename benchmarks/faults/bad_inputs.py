@@ -40,6 +40,7 @@ def make_sandbox(root: Path) -> Path:
     from finetune import assets
 
     write_jsonl(root / "rows.jsonl", ROWS)
+    write_jsonl(root / "test.jsonl", [{**row, "text": f"unseen {row['text']}"} for row in ROWS])
     source = assets.backbone("flatshift-5m")
     assert source is not None
     shutil.copytree(source, root / "backbone")
@@ -62,7 +63,7 @@ def write_jsonl(path: Path, records: list[dict[str, Any]]) -> None:
 def recipe(root: Path, more: str = "") -> str:
     return (
         f"backbone: {root / 'backbone'}\ntask: {{kind: classify}}\n"
-        f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'rows.jsonl'}']}}\n"
+        f"data:\n  train: {{files: ['{root / 'rows.jsonl'}']}}\n  test: {{files: ['{root / 'test.jsonl'}']}}\n"
         "adapter: {rank: 2, targets: [q_proj]}\n"
         "train: {steps: 1, batch_size: 4, max_length: 16, max_cut: 1, device: cpu, precision: fp32, threads: 1}\n"
         f"eval: {{bootstrap: 2}}\n{more}"

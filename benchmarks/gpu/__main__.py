@@ -1,7 +1,7 @@
 """Everything that needs a GPU: that it works, that it is right, speed, memory, regularizers, transport, 4 bits.
 
     python -m benchmarks.gpu --minutes 8                  # as far as eight minutes reach; the same again goes on
-    python -m benchmarks.gpu                              # what is missing; about 30 minutes of one H200 in all
+    python -m benchmarks.gpu                              # what is missing; about 25 minutes of one H200 in all
     python -m benchmarks.gpu --rows 'speed/8b/*' --fresh  # these again, whatever is kept of them
     python -m benchmarks.gpu --list                       # the names, and what is kept
     python -m benchmarks.gpu --rehearse                   # all of it on the CPU at toy size, kept nowhere
@@ -76,8 +76,9 @@ def main() -> None:
         commit=chosen.commit,
     )
     run.all(fresh=chosen.fresh)
-    if chosen.rehearse and run.failed("cpu"):
-        raise SystemExit(1)
+    if chosen.rehearse:
+        print("rehearsed at toy size on the CPU: figures and bars mean nothing, only that nothing failed")
+        raise SystemExit(1 if run.failed("cpu") else 0)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks._harness import ROOT, Benchmark, where
+from benchmarks._harness import ROOT, Benchmark, table, where
 from benchmarks.gpu.measurements import Best, Kept, Measurement, Store, failure, fill, still_holds
 from finetune.compute.allocator import fixed_workspaces, growing_segments
 
@@ -176,10 +177,17 @@ class Run:
         """The results file from what is kept: of the device `name`, or of wherever it was measured."""
         kept = self.store.read()
         bench = Benchmark("gpu", packages=PACKAGES)
-        with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+        with contextlib.redirect_stdout(io.StringIO()):
             fill(bench, self.plan, kept, device=name, reasons=self.reasons, otherwise=otherwise)
             held = [kept[m.name] for m in self.plan if isinstance(m, Measurement) and still_holds(m, kept, name)]
-            return bench.finish(self.out, place=held[-1].place if held else None)
+            path = bench.finish(self.out, place=held[-1].place if held else None)
+        if not quiet:
+            measured = [row for row in bench.rows if row["runs"]]
+            print(table(measured) if measured else "no row has a figure")
+            for reason, rows in Counter(row["reason"] for row in bench.rows if not row["runs"]).most_common():
+                print(f"{rows} rows without a figure: {reason}")
+            print(f"{path}: {sum(row['holds'] is False for row in bench.rows)} bars missed")
+        return path
 
 
 def matches(name: str, pattern: str) -> bool:

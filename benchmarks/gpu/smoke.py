@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import io
+import itertools
 import math
 import shutil
 import tempfile
@@ -17,6 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ SMALL = (
     *("--data.train.limit", "16", "--data.dev.limit", "8", "--data.test.limit", "8"),
 )
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "doctor": ("doctor",),
+    "doctor": ("doctor", "--deep"),
     "train": ("train", "language-model", *SMALL, "--train.checkpointing", "full", "--train.device", "DEVICE"),
     "eval": ("eval", "RUN:classify", "--train.device", "DEVICE"),
     "predict": ("predict", "RUN:classify", "--data", "sample:banking/dev", "--device", "DEVICE", "--out", "OUT.jsonl"),
@@ -164,23 +166,26 @@ def waits(
     """How often the host waits for the device in the update that waits most, and where; lines come due on the way."""
     from benchmarks._rehearsal import REGULARIZERS
     from benchmarks.gpu.llama import Shape
-    from benchmarks.gpu.speed import Case, open_updates
+    from benchmarks.gpu.speed import Case, stage_of
+    from finetune.train.loop import train_stage
 
-    counts: list[int] = []
+    marks: list[int] = []
     precision = "bf16" if device.startswith("cuda") else "fp32"  # autocast of a CPU is not that of the rehearsal
     case = Case(Shape(*shape), sequence, 2, rank=8, precision=precision)  # type: ignore[arg-type]
-    with (
-        _waits_of(device) as seen,
-        open_updates(case, device, regularizer=REGULARIZERS[regularizer]) as run,
-    ):
-        for _ in range(warm):
-            run.update()
-        del seen[:]
-        for _ in range(updates):
-            before = len(seen)
-            run.update()
-            counts.append(len(seen) - before)
-        places = Counter(map(str, seen)).most_common(4)
+    with tempfile.TemporaryDirectory() as folder, _waits_of(device) as seen:
+
+        def passed() -> bool:
+            marks.append(len(seen))
+            return False
+
+        model, tokenizer, stage = stage_of(
+            case, device, Path(folder) / "run", regularizer=REGULARIZERS[regularizer], stop=passed
+        )
+        train_stage(model, tokenizer, replace(stage, train=replace(stage.train, steps=warm + updates + 1)))
+        # The updates before are also those that find out what lasts for a stage; the last one saves.
+        first, *later = marks[warm : warm + updates + 1]
+        counts = [last - before for before, last in itertools.pairwise((first, *later))]
+        places = Counter(map(str, seen[first : later[-1]])).most_common(4)
     where = "; ".join(f"{place}: {times}" for place, times in places) or "none"
     return {"most": {"ours": float(max(counts)), "reason": f"{sum(counts)} in {updates} updates ({where})"}}
 

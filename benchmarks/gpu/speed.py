@@ -12,7 +12,7 @@ import importlib.util
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,33 +69,37 @@ def settings(case: Case, device: str) -> Any:
     )
 
 
+def stage_of(case: Case, device: str, folder: Path, *, regularizer: Any = None, **more: Any) -> tuple[Any, Any, Any]:
+    """Model, tokenizer and stage of a case, for `train_stage`. more: of `TrainingStage`, in place of the case's."""
+    from finetune.config import Evaluate, Optimizer
+    from finetune.run_directory import RunDirectory
+    from finetune.tasks import LanguageModel
+    from finetune.train.stage import TrainingStage
+    from regularizers import Plain, build
+
+    stage = TrainingStage(
+        name="fine-tune",
+        task=LanguageModel(pack=False),
+        batches=batches(case.shape, rows=case.rows, sequence=case.sequence),
+        dev=[],
+        optimizer=Optimizer(lr=1e-4),
+        train=settings(case, device),
+        evaluate=Evaluate(),
+        regularizer=build(regularizer or Plain()),
+        run=RunDirectory.create(folder),
+        seed=SEED,
+    )
+    model = adapted(case.shape, device, rank=case.rank, checkpointing=case.checkpointing, precision=case.precision)
+    return model, Padder(), replace(stage, **more)
+
+
 class Updates:
     """A stage of ours under way, update by update; nothing of it is saved."""
 
     def __init__(self, case: Case, device: str, folder: Path, *, regularizer: Any = None) -> None:
-        from finetune.config import Evaluate, Optimizer
-        from finetune.run_directory import RunDirectory
         from finetune.stacked.together import stage_work
-        from finetune.tasks import LanguageModel
-        from finetune.train.stage import TrainingStage
-        from regularizers import Plain, build
 
-        self._stage = stage_work(
-            adapted(case.shape, device, rank=case.rank, checkpointing=case.checkpointing, precision=case.precision),
-            Padder(),  # type: ignore[arg-type]
-            TrainingStage(
-                name="fine-tune",
-                task=LanguageModel(pack=False),
-                batches=batches(case.shape, rows=case.rows, sequence=case.sequence),
-                dev=[],
-                optimizer=Optimizer(lr=1e-4),
-                train=settings(case, device),
-                evaluate=Evaluate(),
-                regularizer=build(regularizer or Plain()),
-                run=RunDirectory.create(folder),
-                seed=SEED,
-            ),
-        )
+        self._stage = stage_work(*stage_of(case, device, folder, regularizer=regularizer))
         self._work = next(self._stage)
 
     def update(self) -> None:

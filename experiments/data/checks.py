@@ -11,6 +11,7 @@ import re
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from finetune.config import DataChecks
 from finetune.data.columns import Examples
 from finetune.data.example import Encoded, Example
 from finetune.data.preference import CHOSEN, REJECTED
-from finetune.data.rows import FORMS, PROMPTS, Row
+from finetune.data.rows import Row, form_columns
 from finetune.errors import UserError, shortened
 from finetune.seeds import derive
 
@@ -36,7 +37,7 @@ _SHOWN = 12
 _SHORTEST = 8
 """Characters of a prompt from which an answer that begins with it repeats it."""
 _CONTEXT = ("text2", "tools", "system")
-"""Columns that a row may have beside its prompt; other optional ones are answers."""
+"""Optional columns that are read with the prompt; the others are answers."""
 _TURN = {"role", "content", "weight", "from", "value"}
 """Keys by which every turn is read."""
 
@@ -46,7 +47,7 @@ Place = tuple[Split, int]
 
 @dataclass
 class _Tally:
-    """How often something was found, with the places of examples and what is to be said of each."""
+    """The count of one kind of finding, with the places and the description of some examples."""
 
     count: int = 0
     examples: list[tuple[list[Place], str]] = field(default_factory=list)
@@ -66,7 +67,7 @@ def _tally(found: Iterable[str]) -> _Tally:
 
 @dataclass
 class _Hashes:
-    """What is known of the rows of a split, in order."""
+    """The rows of a split, in order."""
 
     keys: array[int] = field(default_factory=lambda: array("q"))
     """Of the row: of a classifier or regression its text, of others all that it says."""
@@ -146,17 +147,25 @@ class RowChecks:
                 self._in_answers += any(self._control.search(text) for text in self._spoken(row))
 
     def _repeats(self, row: Row, answers: Sequence[str]) -> bool:
-        """Whether an answer begins with its prompt, where the one is written behind the other."""
-        if not (answers and self.task.causal):
+        """True if an answer begins with its prompt, where the one is written behind the other."""
+        if not self.task.causal:
             return False
         prompts = [folded(text) for name in self._prompt if isinstance(text := row.values.get(name), str)]
-        return any(len(p) >= _SHORTEST and answer.startswith(p) for p in prompts for answer in answers)
+        pairs = [(prompt, answer) for prompt in prompts for answer in answers]
+        if self.task.converses:
+            turns = [(turn, turn.get("content", turn.get("value"))) for turn in _turns(row.values.get("messages"))]
+            pairs += [
+                (folded(before), folded(text))
+                for (_, before), (turn, text) in pairwise(turns)
+                if _speaks(turn) and isinstance(before, str) and isinstance(text, str)
+            ]
+        return any(len(prompt) >= _SHORTEST and answer.startswith(prompt) for prompt, answer in pairs)
 
     def _spoken(self, row: Row) -> Iterator[str]:
         """The texts of a row that are supervised."""
         yield from _texts(row, self._answers if self._answers or self.task.converses else self._read)
         for turn in _turns(row.values.get("messages")) if self.task.converses else ():
-            if turn.get("role", turn.get("from")) in ("assistant", "gpt"):
+            if _speaks(turn):
                 yield from _leaves(turn)
 
     def _look_for_unread(self, row: Row, place: Place, part: int, encoder: Any) -> None:
@@ -177,9 +186,8 @@ class RowChecks:
     def _columns(self, split: Split, part: int, form: str) -> set[str]:
         """The columns of a part's records that something reads."""
         columns = (self._parts[split] or self._parts["train"])[part].columns
-        names = {getattr(columns, name, name) for name in (*self._all, "id")}
-        forms = PROMPTS if self.task.by_answer else FORMS
-        return {*names, *forms.get(form, ()), self._features or "", "repeat_of"}
+        names = (*self._all, "id", *form_columns(form, turns="messages" in self._read))
+        return {*(getattr(columns, name, name) for name in names), self._features or "", "repeat_of"}
 
     def _found(self, kind: str) -> _Tally:
         return self._tallies.setdefault(kind, _Tally())
@@ -187,7 +195,7 @@ class RowChecks:
     # ------------------------------------------------------------------------------------------------- all rows at once
 
     def close(self, train: Examples, names: Sequence[str] | None) -> list[dict[str, Any]]:
-        """What was found, as plain values: `findings` makes sentences of them.
+        """The findings as plain values; `findings` makes sentences of them.
 
         train: the training examples. names: the classes in head order.
         """
@@ -298,7 +306,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two answers, texts or turns, say the same."""
+    """True for two answers, texts or turns, that say the same."""
     return one is not None and [folded(text) for text in _leaves(one)] == [folded(text) for text in _leaves(other)]
 
 
@@ -314,6 +322,11 @@ def _turns(value: Any) -> Iterator[Mapping[str, Any]]:
             yield turn
 
 
+def _speaks(turn: Mapping[str, Any]) -> bool:
+    """True for a turn of the assistant, in any form."""
+    return turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call")
+
+
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
     """Finds special tokens in a text, as the tokenizer does."""
     added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
@@ -322,7 +335,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | Non
 
 
 def _writes(example: Example, token: int) -> bool:
-    """Whether a token is among those that are supervised."""
+    """True if a token is among those that are supervised."""
     return any(isinstance(labels, list) and token in labels for labels in (example.labels, example.rejected_labels))
 
 
@@ -406,7 +419,7 @@ class _NearCopies:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one kind of check found."""
+    """The result of one kind of check."""
 
     kind: str
     """The setting of `data.checks`."""
@@ -424,7 +437,7 @@ class Finding:
 
 
 def findings(noted: Iterable[Mapping[str, Any]], splits: Mapping[Split, Examples]) -> tuple[Finding, ...]:
-    """What `RowChecks.close` noted, with the places as `file:line`."""
+    """The findings of `RowChecks.close`, with the places as `file:line`."""
 
     def shown(places: Iterable[Place], what: str) -> str:
         where = " and ".join(dict.fromkeys(splits[split][number].where for split, number in places))

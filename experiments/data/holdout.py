@@ -24,7 +24,6 @@ Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 _FREQUENT = 1 / 20
 """Share of the rows above which one text is set apart last: it would be most of what is judged."""
-
 _FEWEST = 5
 """Texts of a class, on average, from which on classes are looked at."""
 
@@ -56,14 +55,16 @@ class RowKeys:
 
 
 def _content(row: Row, columns: Columns) -> bytes:
-    """The text of a row, or pair of texts, else its conversation, else all that is neither its name nor its class;
-    compatible characters (NFKC) and white space are one."""
+    """The text of a row, or pair of texts, else its conversation, else its prompt and answers, else all that is neither
+    its name nor its class; compatible characters (NFKC) and white space are one."""
     values = row.values
     if isinstance(values.get("text"), str):
         second = values.get("text2")
         found = values["text"] if second is None else [values["text"], second]
     elif "messages" in values:
         found = values["messages"]
+    elif "prompt" in values:
+        found = [values.get(name) for name in ("prompt", "completion", "chosen", "rejected")]
     else:
         found = {key: value for key, value in row.record.items() if key not in (columns.id, columns.label)}
     text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, sort_keys=True, default=str)

@@ -122,7 +122,7 @@ def prepare(recipe: Recipe) -> Prepared:
     """Read and encode a recipe's rows, or take them from `data.cache`.
 
     Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, fewer than two classes,
-    and a cache directory that cannot be written to.
+    what `data.checks` refuses, and a cache directory that cannot be written to.
     """
     cache = token_cache(recipe)
     if cache is None or isinstance(cache, str):

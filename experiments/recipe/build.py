@@ -18,7 +18,7 @@ _LONG_WORD = 200
 """Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
 _RETIRED = ("quality",)
 """Keys of a recipe that the resolved ones of earlier runs still name, as null."""
-_MAY_BE_EMPTY = ("prompt", "system", "prefix")
+_MAY_BE_EMPTY = ("task.prompt", "task.system", "task.prefix")
 """Texts that go before others, where nothing is something to say."""
 _WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
 """Texts that models read or write, in which a line break is meant by `\\n` on a command line."""
@@ -81,7 +81,11 @@ def _refuse_nothing(cls: type, values: dict[str, Any], tree: Branch, path: str) 
     """Raise UserError for a setting that is an empty text and has another default."""
     for field in dataclasses.fields(cls):
         value, key = values.get(field.name), key_of(field.name)
-        if key not in _MAY_BE_EMPTY and field.default != "" and (value == "" or (type(value) is tuple and "" in value)):
+        if (
+            _join(path, key) not in _MAY_BE_EMPTY
+            and field.default != ""
+            and (value == "" or (type(value) is tuple and "" in value))
+        ):
             where = tree.keys.get(key, tree.where)
             raise UserError(f"{where}: {_join(path, key)} cannot be ''; give it a value, or leave it out")
 

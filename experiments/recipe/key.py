@@ -14,6 +14,8 @@ _PLANS = ("sweep", "comparison", "extends")  # what decides which runs there are
 _PLACES = ("device", "threads")
 _WATCHED = ("tracker",)
 """What is told of a run, and changes none of its figures."""
+TRAINING_ROWS = 1000
+"""That are judged of a cell whose recipe does not say how many."""
 _LATER: dict[tuple[str, str], Any] = {
     ("optimizer", "kind"): "adamw",
     ("train", "compile"): False,
@@ -22,7 +24,6 @@ _LATER: dict[tuple[str, str], Any] = {
     ("train", "tf32"): False,
     ("train", "backbone_precision"): "same",
     ("train", "deterministic"): False,
-    ("train", "extend"): "stretch",
     ("task", "metrics"): (),
     ("columns", "messages"): "messages",
     ("columns", "tools"): "tools",
@@ -43,10 +44,12 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
     tree = dataclasses.asdict(recipe)
     for name in (*_PLANS, *_WATCHED):
         tree.pop(name)
-    for name in (*_PLACES, "peak_tflops", "max_cut"):  # the last refuses, and changes no figure
+    for name in (*_PLACES, "peak_tflops", "max_cut", "extend"):  # refuses; of runs that go on: no figure of a cell
         tree["train"].pop(name)
     for name in ("cache", "checks"):  # the second refuses, and changes no figure
         tree["data"].pop(name)
+    if tree["eval"]["train_limit"] is None:
+        tree["eval"]["train_limit"] = TRAINING_ROWS
     tree["eval"].pop("cold")  # figures of the backbone, beside those of the run
     if tree["train"]["adapter_precision"] == "auto":
         tree["train"]["adapter_precision"] = "fp32"

@@ -151,12 +151,12 @@ class Console:
         Raises Interrupted where `stop()` is true at a beat.
         """
         with self.task(label, rows, "rows", brief=True) as bar:
-            done = 0
+            done = tokens = 0
 
             def beat(more: int) -> None:
-                nonlocal done
-                done += more
-                bar(min(done, rows))
+                nonlocal done, tokens
+                done, tokens = done + more, 0 if more else tokens + 1
+                bar(min(done, rows), f"token {tokens} of the next answers" if tokens else "")
                 if stop():
                     raise Interrupted(f"{label} stopped after {done:,} of {rows:,} rows")
 
@@ -193,12 +193,10 @@ class Console:
         def line(done: int, note: str) -> str:
             elapsed = time.monotonic() - start
             rate = pace.rate(done)
-            speed = f", {per_second(rate, unit)}" if unit else ""
-            so_far = f"{done}{speed}, {elapsed:.0f} s"
-            if total is not None:
-                eta = (total - done) / rate if done else float("nan")
-                so_far = f"{done}/{total}{speed}, {elapsed:.0f} s, ETA {eta:.0f} s"
-            return f"{label}: {so_far}{'  ' + note if note else ''}"
+            speed = f", {per_second(rate, unit)}" if unit and done else ""
+            so_far = f"{done}{'' if total is None else f'/{total}'}{speed}, {elapsed:.0f} s"
+            eta = f", ETA {(total - done) / rate:.0f} s" if done and total is not None else ""
+            return f"{label}: {so_far}{eta}{'  ' + note if note else ''}"
 
         def update(done: int, note: str = "") -> None:
             nonlocal last, latest, said

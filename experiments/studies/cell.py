@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from experiments.recipe import Resolved, recipe_key
+from experiments.recipe.key import TRAINING_ROWS
 from experiments.recipe.rules import check_cell
 from experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
 from experiments.run.console import Console
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from experiments.workflows.context import Probe
 
 _DONE = Path("stages", "fine-tune", "done.json")
-_TRAINING_ROWS = 1000
-"""That are judged of a cell whose recipe does not say how many."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
 
     resolved = settled(resolved)
     if resolved.recipe.eval.train_limit is None:
-        judged = dataclasses.replace(resolved.recipe.eval, train_limit=_TRAINING_ROWS)
+        judged = dataclasses.replace(resolved.recipe.eval, train_limit=TRAINING_ROWS)
         resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=judged))
     digests = [file_digest(path) for path in recipe_inputs(resolved.recipe)]
     digests += _backbone_digests(resolved.recipe.backbone)

@@ -50,8 +50,7 @@ def deploy(
     llama_cpp: a checkout of llama.cpp, whose converters are taken; None: the package of the extra `gguf`.
     Returns `adapter` (whether one was written); `tokens` (prompts whose tokens llama.cpp makes as training did; 0
     without llama-cpp-python) and `max_log_probability_difference` of its next tokens (None likewise); `compared`, what
-    `folder_check.compare` returns of the merged folder, or of the GGUF file as transformers reads it (None where it
-    does not read this architecture).
+    `folder_check.compare` returns of the merged folder, or of the GGUF file as transformers reads it.
     Raises UserError as `merge`; for a task that writes no text; without a converter, or where it fails; and for a file
     that reads or answers otherwise than the run.
     """
@@ -111,7 +110,10 @@ def _for_llama_cpp(
         asked = _ask_llama_cpp(out / GGUF, wanted.reference, exact=exact)
     compared = compare(
         wanted, recipe, None, out, ends=trained, exact=exact,
-        gguf=Gguf(GGUF, told["architecture"], [told[name] for name in ENDS if told[name] is not None]),
+        gguf=Gguf(
+            GGUF, told["architecture"], backbone.config.get_text_config().model_type,
+            [told[name] for name in ENDS if told[name] is not None],
+        ),
     )  # fmt: skip
     return {"adapter": adapter, **asked, "compared": compared}
 

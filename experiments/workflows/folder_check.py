@@ -67,6 +67,8 @@ class Gguf:
 
     file: str
     architecture: str
+    family: str
+    """transformers' type of the backbone."""
     ends: list[int]
     """The tokens that it names as the end of an answer."""
 
@@ -107,7 +109,7 @@ def expected(
     with scratch("flatshift-check-") as work:
         import torch
 
-        tensors, count = {}, 0
+        tensors, count = dict[str, Any](), 0
         with torch.no_grad():
             for number, batch in enumerate(batches):
                 logits = model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.float().cpu()
@@ -132,15 +134,15 @@ def compare(
     exact: bool,
     adapter: bool = False,
     gguf: Gguf | None = None,
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """What plain transformers makes of `folder` against what the run answers.
 
     ends: the trained ones, at which plain `generate` has to stop. exact: the weights are in 32 bits. adapter: `folder`
     is one for PEFT. gguf: its GGUF file, which transformers is to read.
     Returns `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
     `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers that are the run's),
-    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding) and `stops`; None
-    where transformers does not read this architecture from GGUF.
+    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding) and `stops`; of
+    a GGUF file that transformers cannot read only `unread`, why.
     Raises UserError where they are further apart than rounding explains, or where it does not stop.
     """
     task = recipe.task
@@ -173,7 +175,9 @@ def compare(
     }  # fmt: skip
     (wanted.work / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
     found = _ask(wanted.work)
-    return None if found["unread"] else _judged(wanted, found, recipe, labels, exact=exact, classes=classes, ends=ends)
+    if found["unread"]:
+        return {"unread": found["unread"]}
+    return _judged(wanted, found, recipe, labels, exact=exact, classes=classes, ends=ends)
 
 
 def _ask(work: Path) -> dict[str, Any]:
@@ -206,6 +210,8 @@ def _judged(
             f"(largest {largest:.3g}), more than rounding explains; hand on the adapter as it is (`flatshift export`)"
             + ("" if exact else ", or merge with --dtype float32")
         )
+    if found["answers"] and (missed := sorted(set(ends) - set(found["stops"]))):
+        raise UserError(f"plain transformers does not stop at token {missed[0]}, which training ended answers with")
     same = rounded = 0
     for one, said in zip(wanted.reference, found["answers"], strict=False):
         if (said["ids"], said["ended"]) == (one["answer"], one["ended"]):
@@ -219,8 +225,6 @@ def _judged(
                 f"{'' if said['ended'] else ', without an end'}, and the run with {one['answer']}"
             )
         rounded += 1
-    if found["answers"] and (missed := sorted(set(ends) - set(found["stops"]))):
-        raise UserError(f"plain transformers does not stop at token {missed[0]}, which training ended answers with")
     other = None
     if classes is not None:
         names = list(labels or ())
@@ -308,7 +312,8 @@ def _reference(
     with torch.no_grad():
         for one in questions:
             more = {} if start is None else {"decoder_input_ids": torch.tensor([[start]], device=device)}
-            logits = model(input_ids=torch.tensor([one.ids], device=device), **more).logits[0, -1]
+            ids = torch.tensor([one.ids], device=device)
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0, -1]
             likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
             pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
             found.append({"text": one.text, "whole": not task.converses, "ids": list(one.ids), "next": dict(pairs)})
@@ -323,9 +328,9 @@ def _reference(
         decoder_start=start,
     )
     for place, answer in answers:
-        one = found[roomy[place]]
-        one |= {"answer": answer.ids, "ended": answer.ended, "most": most}
-        one["margins"] = _margins(model, one["ids"], answer.ids, start)
+        asked = found[roomy[place]]
+        asked |= {"answer": answer.ids, "ended": answer.ended, "most": most}
+        asked["margins"] = _margins(model, asked["ids"], answer.ids, start)
     return sorted(found, key=lambda one: "answer" not in one)
 
 
@@ -334,10 +339,10 @@ def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None
     import torch
 
     device = next(p.device for p in model.parameters() if not p.is_meta)
-    ids = prompt if start is not None else [*prompt, *answer]
+    ids = torch.tensor([prompt if start is not None else [*prompt, *answer]], device=device)
     more = {} if start is None else {"decoder_input_ids": torch.tensor([[start, *answer]], device=device)}
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids], device=device), **more).logits[0].float()
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0].float()
     two = logits[-(len(answer) + 1) :].topk(2).values
     return (two[:, 0] - two[:, 1]).tolist()
 

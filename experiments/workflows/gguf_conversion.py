@@ -22,6 +22,7 @@ def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, a
     from gguf import GGUFReader
 
     _recognise(converter, base, pre)
+    _keep_older_keys()
     _name_ends([int(end) for end in ends.split(",") if end])
     place = Path(converter.__file__).parent
     if what == "model":
@@ -48,6 +49,22 @@ def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, a
         "tensors": len(reader.tensors),
     }
     Path(about).write_text(json.dumps(told), encoding="utf-8")
+
+
+def _keep_older_keys() -> None:
+    """Have the converter see keys of config.json that the installed transformers reads and renames (`rotary_pct`)."""
+    try:
+        from conversion.base import ModelBase
+    except ImportError:  # of 2025 and before: it reads the file as it is
+        return
+    loads = ModelBase.load_hparams
+
+    def loaded(folder: Any, *more: Any, **named: Any) -> Any:
+        file = Path(folder) / "config.json"
+        older = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return older | loads(folder, *more, **named)
+
+    ModelBase.load_hparams = staticmethod(loaded)
 
 
 def _name_ends(ends: list[int]) -> None:

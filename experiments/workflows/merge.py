@@ -22,7 +22,7 @@ from experiments.workflows.model_card import card
 from experiments.workflows.saved_tokenizer import RunRows, save_tokenizer
 from finetune.adapters.adapter import WEIGHTS
 from finetune.adapters.saved import SavedAdapter
-from finetune.atomic import write_json, write_text
+from finetune.atomic import read_object, write_json, write_text
 from finetune.errors import UserError
 from finetune.lock import owned
 from finetune.models.backbone import open_backbone
@@ -135,9 +135,26 @@ def _merge_by_files(
     if recipe.task.writes:
         set_ends(model.config, ends)
     model.config.save_pretrained(out)
+    if recipe.task.writes:
+        _keep_older_keys(open_backbone(recipe.backbone).directory / "config.json", out / "config.json")
     if model.can_generate():
         save_generation_settings(recipe, out, ends)
     return merged.rounding.as_json(), worst
+
+
+_NOT_KEPT = ("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+
+
+def _keep_older_keys(before: Path, after: Path) -> None:
+    """Put back what transformers reads from a config.json and no longer writes (`n_ctx`, `rope_theta`, `rotary_pct`):
+    other programs read it there."""
+    old, new = read_object(before), read_object(after)
+    for name, value in old.items():
+        if isinstance(value, dict) and isinstance(new.get(name), dict):
+            new[name] = value | new[name]
+        elif name not in _NOT_KEPT:
+            new.setdefault(name, value)
+    write_json(after, new)
 
 
 def _refuse_quantised(recipe: Recipe) -> None:

@@ -310,7 +310,13 @@ def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str
         return [fenced("ollama create mine -f Modelfile\nollama run mine 'some text'", "bash")]
     if form == "vllm":
         return [fenced("python check_vllm.py    # compares vLLM with the run\nvllm serve .", "bash")]
-    return [fenced(_python(recipe, tokenizer, labels, base, merged=form == "merged"), "python")]
+    lines = [fenced(_python(recipe, tokenizer, labels, base, merged=form == "merged"), "python")]
+    if form == "adapter" and recipe.adapter.experts is not None:
+        lines.append(
+            "vLLM leaves adapters of experts out without a word (vllm-project/vllm#41384): for it fold this one into "
+            "the backbone, as `flatshift export --to vllm` does.\n"
+        )
+    return lines
 
 
 def _python(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
@@ -321,8 +327,9 @@ def _python(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: 
     more = "".join(f", {name}={name}" for name, _ in use.inputs)
     writes = (
         "    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), "
-        f"max_new_tokens={task.max_new_tokens}, do_sample=False, use_cache=True, eos_token_id={use.ends}, "
-        f"pad_token_id={tokenizer.pad_token_id})"
+        f"max_new_tokens={task.max_new_tokens}, do_sample=False, use_cache=True"
+        + ("" if merged else f", eos_token_id={use.ends}, pad_token_id={tokenizer.pad_token_id}")
+        + ")"
     )
     loads = [
         "from peft import PeftModel",

@@ -26,9 +26,21 @@ def main(directory: str) -> None:
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(asked["threads"])
     found: dict[str, Any] = {"difference": 0.0, "largest": 0.0, "same": 0, "places": 0, "names": [], "answers": []}
-    found["unread"] = asked["gguf"] is not None and not reads_gguf(asked["gguf"]["architecture"])
+    found["unread"] = "" if asked["gguf"] is None else unread(asked["gguf"]["architecture"])
+    model = None
     if not found["unread"]:
-        ask(load(asked, work), asked, work, found)
+        try:
+            model = load(asked, work)
+        except Exception as error:  # of a GGUF file, which transformers reads of few families as they all are
+            if asked["gguf"] is None:
+                raise
+            found["unread"] = str(error).splitlines()[0]
+    if model is not None and asked["gguf"] is not None and model.config.model_type != asked["gguf"]["family"]:
+        found["unread"] = (
+            f"transformers reads it as a {model.config.model_type} model"  # which has no experts, no window
+        )
+    elif model is not None:
+        ask(model, asked, work, found)
     found["ours"] = sorted(set(OURS) & {name.split(".")[0] for name in sys.modules})
     (work / "found.json").write_text(json.dumps(found), encoding="utf-8")
 
@@ -91,16 +103,18 @@ def load(asked: Mapping[str, Any], work: Path) -> Any:
     return model.eval()
 
 
-def reads_gguf(architecture: str) -> bool:
-    """Whether transformers reads such a file; it looks for a distribution `gguf`, and the converter brings the package
-    in one of its own."""
+def unread(architecture: str) -> str:
+    """Why transformers reads no such GGUF file, if it does not; it looks for a distribution `gguf`, and the converter
+    brings the package in one of its own."""
     import importlib.util
 
     from transformers import modeling_gguf_pytorch_utils as reader
 
     reader.is_gguf_available = lambda *args, **more: True
+    if importlib.util.find_spec("gguf") is None:
+        return "the package gguf is not installed"
     known = architecture in reader.GGUF_SUPPORTED_ARCHITECTURES
-    return known and importlib.util.find_spec("gguf") is not None
+    return "" if known else f"transformers knows no {architecture} in GGUF"
 
 
 def plain(name: str) -> str:
@@ -117,9 +131,10 @@ def offloaded(model: Any) -> Callable[[str], Any]:
     for name, module in model.named_modules():
         hooks = getattr(module, "_hf_hook", None)
         for hook in getattr(hooks, "hooks", (hooks,)):
-            if getattr(hook, "weights_map", None) is not None:
+            weights = getattr(hook, "weights_map", None)
+            if weights is not None:
                 prefix = f"{name}." if name else ""
-                places |= {prefix + leaf: (hook.weights_map, leaf) for leaf in module._parameters}
+                places |= {prefix + leaf: (weights, leaf) for leaf in module._parameters}
     remove_hook_from_module(model, recurse=True)
     del model.hf_device_map
     for module in model.modules():

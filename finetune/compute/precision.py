@@ -89,8 +89,8 @@ def block_shape(directory: Path | None, *, tokens: int = 256) -> Shape:
             config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
             config = config.get("text_config") or config
             width = next((int(config[key]) for key in ("hidden_size", "d_model", "n_embd") if config.get(key)), width)
-            inner = next((config[key] for key in ("intermediate_size", "d_ff") if config.get(key)), 4 * width)
-            inner = int(max(inner) if isinstance(inner, list) else inner)
+            wide = next((config[key] for key in ("intermediate_size", "d_ff") if config.get(key)), 4 * width)
+            inner = int(max(wide) if isinstance(wide, list) else wide)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass  # whoever loads the backbone says what is wrong
     return Shape.of(tokens=tokens, width=width, inner=inner)

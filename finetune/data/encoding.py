@@ -480,7 +480,7 @@ EMPTY_TEXT = "the text is empty"
 
 
 def is_blank(row: Row, columns: Iterable[str]) -> bool:
-    """Whether each of these columns holds no more than white space."""
+    """True if each of these columns holds no more than white space."""
     values = [row.values.get(name) for name in columns]
     return all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 

@@ -137,7 +137,8 @@ class Inference:
         def beat(more: int) -> None:
             nonlocal finished
             before, finished = finished // rows, finished + more
-            self.beat(finished // rows - before)
+            if finished // rows > before:
+                self.beat(finished // rows - before)
 
         return replace(self, beat=beat)
 

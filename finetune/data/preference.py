@@ -122,10 +122,12 @@ class PreferenceEncoder:
             notes.append(f"{self._pairs:,} pairs of answers, known by the columns chosen and rejected")
         if self._single:
             notes.append(f"{self._single:,} single answers, known by the columns completion and label")
+        if self._chat is not None:
+            notes += self._chat.template_notes()
         return tuple(notes)
 
     def reads_key(self, key: str) -> bool:
-        """Whether the template knows a key of turns (chat)."""
+        """True if the template knows a key of turns (chat)."""
         return self._chat is not None and self._chat.reads_key(key)
 
     def _one_kind(self, example: Example) -> bool:

@@ -54,6 +54,14 @@ SHARED = "what both answers begin with"
 """The form of pairs without any such column."""
 
 
+def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
+    """The columns that `messages` (turns), or else `prompt` and `completion`, are read from in rows of this form."""
+    if turns:
+        return FORMS.get(form, ())
+    beside = ("input", "context") if form.startswith("instruction") else ()
+    return (*PROMPTS.get(form, ()), *PAIRS.get(form, ()), *beside)
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One usable record."""

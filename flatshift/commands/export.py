@@ -58,6 +58,8 @@ def compared_lines(result: dict[str, Any] | None) -> list[str]:
     """What plain transformers made of a folder, for a person (`experiments.workflows.folder_check.compare`)."""
     if result is None:
         return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
+    if "unread" in result:
+        return [f"answers are not compared: plain transformers does not read this file ({result['unread']})"]
     drawn = " of drawn tokens, as those of the run cannot be read" if result["drawn"] else ""
     lines = [
         "in plain transformers logits differ from backbone + adapter by at most "
@@ -83,8 +85,7 @@ def _deploy(flags: Flags, out: Path) -> int:
     assert flags.to != "hub"
     told = deploy(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)
     print(out)
-    if told["compared"] is not None:
-        print(*compared_lines(told["compared"]), sep="\n")
+    print(*compared_lines(told["compared"]), sep="\n")
     if flags.to == "vllm":
         print(f"in that folder `python check_vllm.py` compares vLLM with the run, and `vllm serve {out}` serves it")
         return 0
@@ -93,11 +94,6 @@ def _deploy(flags: Flags, out: Path) -> int:
             f"llama.cpp reads {told['tokens']} prompts of the run as training did; log probabilities of the likeliest "
             f"next tokens differ by at most {told['max_log_probability_difference']:.2g}"
         )
-    elif told["compared"] is not None:
-        print("the file's vocabulary is the run's; `pip install llama-cpp-python` to ask llama.cpp itself")
     else:
-        print(
-            "vocabulary and special tokens are compared; transformers does not read this architecture from GGUF, so "
-            "`pip install llama-cpp-python` for the answers"
-        )
+        print("vocabulary and special tokens are compared; `pip install llama-cpp-python` to ask llama.cpp itself")
     return 0

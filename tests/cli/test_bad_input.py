@@ -57,7 +57,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(home: Path) -> tuple[Path, str]:
     """A run whose rows, labels and folder would steer a terminal, and what its training said."""
     rows, out, heard = lines(home / f"rows{EVIL}.jsonl", ROWS), home / f"runs{EVIL}", io.StringIO()
-    files = ["--data.train.files", rows, "--data.dev.files", "[]", "--data.test.files", rows]
+    test = lines(home / "test.jsonl", [{**row, "text": f"unseen {row['text']}"} for row in ROWS])
+    files = ["--data.train.files", rows, "--data.dev.files", "[]", "--data.test.files", test]
     limits = ["--data.train.limit", "null", "--data.test.limit", "null"]
     before, sys.stderr = sys.stderr, heard
     try:
@@ -295,7 +296,6 @@ def test_what_means_nothing_is_refused(argv: str, words: str, monkeypatch, capsy
     (tmp_path / "sweep" / "sweep.json").write_text("[" * 100_000)
     (tmp_path / "bad.yaml").write_text("comparison: {tasks: {t: {file: ''}}}\n")
     sources = "{a: {files: [rows.jsonl], weight: 1e-300}, b: {files: [sample:banking/train]}}"
-    (tmp_path / "mixed.yaml").write_text(
-        f"extends: classify\ndata:\n  train: {{files: [], limit: null, sources: {sources}}}\n"
-    )
+    data = f"data:\n  train: {{files: [], limit: null, sources: {sources}}}\n"
+    (tmp_path / "mixed.yaml").write_text(f"extends: classify\ntrain: {{epochs: null, steps: 2}}\n{data}")
     refused(capsys, argv.split(), words)

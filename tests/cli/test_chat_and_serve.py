@@ -31,12 +31,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     made = []
     for seed in ("0", "1"):
         out = home / f"seed-{seed}"
-        words = ["--task.kind", "completion", "--task.prompt", "Q: {text} A:", "--task.max_new_tokens", "6"]
+        words = ["--task.prompt", "Q: {text} A:", "--task.completion", " {label}", "--task.max_new_tokens", "6"]
         files = [
             word for part in ("train", "dev", "test") for word in (f"--data.{part}.files", f"sample:banking/{part}")
         ]
         steps = ["--optimizer.lr", "0.01", "--data.train.limit", "40", "--train.seed", seed]
-        assert run(["train", "language-model", *words, *files, *SMALL, *steps, "--out", str(out)]) == 0
+        assert run(["train", "completion", *words, *files, *SMALL, *steps, "--out", str(out)]) == 0
         made.append(out)
     return made
 
@@ -55,6 +55,8 @@ def test_a_conversation_in_the_terminal(
     first, second = (expected(path, "where is my card") for path in runs)
     assert first != second and said.out == f"{first}\n{second}\nseed-0\nseed-1\n"
     assert "/nonsense: not a command" in said.err and "never read" not in said.out
+    assert run(["chat", *map(str, runs), "--system", "Be brief."]) == 2
+    assert "--system: seed-0 was not trained on conversations and reads no system turn" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

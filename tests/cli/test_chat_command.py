@@ -44,7 +44,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from finetune.data.chat.template import template_text
 
     (home / "mine.jinja").write_text(template_text("plain").replace("User: ", "Q: "), encoding="utf-8")
-    task = {"task.template": home / "mine.jinja"}
+    task = {"task.template": home / "mine.jinja", "task.score": "generate"}
     assert run(["train", "chat", "--out", str(home / "run"), *flags(SMALL | task)]) == 0
     return home / "run"
 
@@ -359,12 +359,3 @@ def test_an_answer_is_told_without_the_blank_that_its_template_begins_it_with(
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
     assert run(["chat", str(path)]) == 0
     assert (said := capsys.readouterr().out) == said.lstrip(" ") and said.strip()
-
-
-def test_a_system_turn_is_for_runs_on_conversations(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    rows = write_jsonl(tmp_path / "rows.jsonl", [{"text": "one two three"}] * 4)
-    own = {"data.train.files": rows, "data.dev.files": "[]", "data.test.files": "[]", "train.steps": 1}
-    small = {key: value for key, value in SMALL.items() if not key.startswith(("task.", "data."))}
-    assert run(["train", "language-model", "--out", str(tmp_path / "run"), *flags(small | own)]) == 0
-    assert run(["chat", str(tmp_path / "run"), "--system", "Be brief."]) == 2
-    assert "--system: run was not trained on conversations and reads no system turn" in capsys.readouterr().err

@@ -22,6 +22,7 @@ def first(path: Path, record: dict, *flags: tuple[str, str], recipe: str = "comp
     laid = [("data.train.files", str(path / "rows.jsonl")), ("data.holdout", "0"), *flags]
     prepared = prepare(load_recipe(recipe, [from_override(*one) for one in laid]).recipe)
     text = open_backbone("flatshift-5m").tokenizer.decode(prepared.train[0].input_ids)
+    assert not any(one.kind == "unread" for one in prepared.checks) or "x" in record.values(), "these columns are read"
     return text, next((note for note in prepared.notes if "columns" in note), "")
 
 

@@ -59,6 +59,7 @@ def _talked() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     train[2]["mood"] = "calm"
     train[5]["messages"][1]["content"] = "A turn ends with <eos> here."
     train[6]["messages"][0]["content"] = "And with <pad>?"
+    train[7]["messages"][1]["content"] = "How high is dam 7? Seven metres."
     return train, [train[0]]
 
 
@@ -99,6 +100,7 @@ CASES: dict[str, tuple[Any, list[str], dict[str, str]]] = {
         [],
         {
             "copies": "1 of 1 test rows are training rows: TEST:1 and TRAIN:1",
+            "repeated_prompts": "1 of 9 rows have an answer that begins with its prompt, which stands twice: TRAIN:8",
             "control_tokens": "2 of 9 rows have special tokens written out in their text, 1 of them in what is "
             "supervised: TRAIN:6: '<eos>'",
             "unread": "not read: column 'mood' (1 rows), key 'reasoning_content' of turns (1 rows): TRAIN:3: "
@@ -107,7 +109,7 @@ CASES: dict[str, tuple[Any, list[str], dict[str, str]]] = {
     ),
     "completion": (
         _completed,
-        ["--task.kind", "completion"],
+        ["--task.prompt", "{text}", "--task.completion", " {label}"],
         {
             "repeated_prompts": "1 of 4 rows have an answer that begins with its prompt, which stands twice: TRAIN:2",
             "unknown_tokens": "1 of 4 rows have unknown tokens in what is supervised: TRAIN:3",
@@ -137,9 +139,8 @@ def _train(folder: Path, name: str, out: Path, **checks: Any) -> int:
     more = [word for kind, value in checks.items() for word in (f"--data.checks.{kind}", str(value))]
     files = [f"--data.{split}.files" for split in ("train", "test")]
     given = [files[0], str(folder / f"{name}-train.jsonl"), files[1], str(folder / f"{name}-test.jsonl")]
-    recipe = "language-model" if name == "completion" else name
     backbone = ["--backbone", str(folder / "words")] if name == "completion" else []
-    return run(["train", recipe, "--out", str(out), *given, *backbone, *CASES[name][1], *SMALL, *more])
+    return run(["train", name, "--out", str(out), *given, *backbone, *CASES[name][1], *SMALL, *more])
 
 
 def _said(name: str, folder: Path) -> dict[str, str]:
@@ -199,6 +200,50 @@ def test_copies_are_refused_unasked_above_a_tenth(folder, tmp_path, capsys) -> N
     assert "1 of 16 test rows are training rows" in capsys.readouterr().err
 
 
+TALK = [{"from": "human", "value": "How high is it?"}, {"from": "gpt", "value": "Forty metres."}]
+THOUGHT = [{"role": "user", "content": "How high?"}, {"role": "assistant", "content": "A.", "reasoning_content": "b"}]
+FORMS = {
+    "ShareGPT": ("chat", {"conversations": TALK, "system": "Be brief."}, []),
+    "Alpaca": ("chat", {"instruction": "a", "input": "b", "output": "c", "history": [["d", "e"]]}, []),
+    "messages": ("chat", {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, []),
+    "thoughts": ("chat", {"messages": THOUGHT}, ["--task.template", "TEMPLATE"]),
+    "own names": ("classify", {"body": "a", "id": "7", "label": "x"}, ["--data.columns.text", "body"]),
+    "questions": ("completion", {"question": "a", "answer": "b"}, []),
+    "instructions": ("completion", {"instruction": "a", "context": "b", "response": "c"}, []),
+    "Orca": ("preference", {"question": "a", "system": "b", "chosen": "c", "rejected": "d"}, ["--task.chat", "true"]),
+    "single answers": ("preference", {"prompt": "a", "completion": "b", "label": True}, ["--task.loss", "kto"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_only_what_no_form_reads_is_called_unread(form, tmp_path, capsys) -> None:
+    recipe, row, more = FORMS[form]
+    template = tmp_path / "own.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ': ' + (m.reasoning_content or '') + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+    )
+    rows = [row | {"id": f"row {i}", "level": 3, "empty": None} for i in range(4)]
+    if recipe == "classify":
+        rows[0]["label"] = "y"
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    if "--task.chat" in more:
+        more = ["--task.prompt", "{prompt}", "--task.answer", "{answer}", "--task.template", "plain", *more]
+    command = [
+        "train",
+        recipe,
+        "--out",
+        str(tmp_path / "run"),
+        "--data.train.files",
+        str(file),
+        "--data.test.files",
+        "[]",
+    ]
+    command += [word.replace("TEMPLATE", str(template)) for word in more]
+    assert run([*command, *SMALL, "--data.checks.unread", "refuse"]) == 2
+    assert f"not read: column 'level' (4 rows): {file}:1; mend" in capsys.readouterr().err
+
+
 def test_what_the_cells_of_a_sweep_find_is_said_once_and_what_is_refused_fails_them(folder, tmp_path, capsys) -> None:
     files = ["--data.train.files", str(folder / "classify-train.jsonl"), "--data.test.files"]
     cells = ["--grid", "adapter.rank=1,2", "--seeds", "2", "--jobs", "1", "--stack", "2"]
@@ -238,21 +283,21 @@ def test_noise_is_no_conflict(tmp_path, capsys) -> None:
     assert "several classes" not in capsys.readouterr().err
 
 
+TEXTS = ["--task.prompt", "{text}", "--task.completion", " {label}"]
 EMPTY = {
     "classify": ({"text": " \n\t", "label": "order"}, [], "the text is empty"),
     "regress": ({"text": "", "label": 1.5}, ["--task.kind", "regress"], "the text is empty"),
     "language-model": ({"text": "\u3000"}, [], "the text is empty"),
     "masked-lm": ({"text": " "}, ["--task.kind", "masked-lm", "--backbone", "flatshift-encoder-3m"], "the text is"),
-    "completion": ({"text": " ", "label": "a"}, ["--task.kind", "completion"], "the prompt is empty"),
-    "completed": ({"text": "a", "label": " "}, ["--task.kind", "completion"], "the completion is empty"),
+    "completion": ({"text": " ", "label": "a"}, TEXTS, "the prompt is empty"),
+    "completed": ({"text": "a", "label": " "}, TEXTS, "the completion is empty"),
     "seq2seq": ({"text": "a", "label": " "}, [], "the target is empty"),
     "preference": ({"prompt": " ", "chosen": "a", "rejected": "b"}, [], "the prompt is empty"),
     "preferred": ({"prompt": "a", "chosen": " \n", "rejected": "b"}, [], "an answer is empty"),
     "chat": ({"messages": [{"role": "user", "content": " "}, {"role": "assistant", "content": "a"}]},
              [], "turn 1 of the user is empty"),
 }  # fmt: skip
-RECIPES = {"regress": "classify", "masked-lm": "language-model", "completion": "language-model",
-           "completed": "language-model", "preferred": "preference"}  # fmt: skip
+RECIPES = {"regress": "classify", "masked-lm": "language-model", "completed": "completion", "preferred": "preference"}
 
 
 @pytest.mark.parametrize("name", EMPTY)

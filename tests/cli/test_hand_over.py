@@ -64,6 +64,8 @@ class TextModel:
 def main():
     source, _, file, _, outtype = sys.argv[1:]
     assert (Path(source) / "model.safetensors").is_file() and outtype == "auto"
+    from gguf import SpecialVocab
+    SpecialVocab().add_to_gguf(None)
     assert TextModel().get_vocab_base_pre(None) == "gpt-2", "GPT-2's division of texts, which its file names"
     vocabulary = json.loads((Path(source) / "tokenizer.json").read_text())["model"]["vocab"]
     tokens = sorted(vocabulary, key=vocabulary.get)
@@ -81,6 +83,11 @@ class Field:
         self.value = value
     def contents(self):
         return self.value
+
+class SpecialVocab:
+    special_token_ids = {"eos": 2}
+    def add_to_gguf(self, *_):
+        assert self.special_token_ids == {"eos": 2}, "the one end that was trained"
 
 class GGUFReader:
     tensors = []
@@ -142,17 +149,21 @@ def test_a_file_with_another_vocabulary_is_refused(written: Path, wrong: dict, m
     recipe = resume_recipe(written).recipe
     vocabulary = open_backbone("flatshift-5m").tokenizer.get_vocab()
     told = {"tokens": sorted(vocabulary, key=vocabulary.__getitem__), "bos": 1, "eos": 2, "add_bos": True}
-    _require_same_vocabulary(told, recipe)
+    told |= {"eot": None, "eom": None}
+    _require_same_vocabulary(told, recipe, [2])
     with pytest.raises(UserError, match=message):
-        _require_same_vocabulary(told | wrong, recipe)
+        _require_same_vocabulary(told | wrong, recipe, [2])
+    _require_same_vocabulary(told | {"eot": 3}, recipe, [2, 3])
+    with pytest.raises(UserError, match="does not end an answer with token 3, and training did"):
+        _require_same_vocabulary(told, recipe, [2, 3])
 
 
 def test_ollama_asks_as_training_did(written: Path, tmp_path: Path) -> None:
-    text = modelfile(resume_recipe(written).recipe)
+    text = modelfile(resume_recipe(written).recipe, [2])
     assert 'TEMPLATE """Q: {{ .Prompt }}\nA:"""' in text and 'PARAMETER stop "<eos>"' in text
     assert text.startswith("FROM ./model.gguf\n") and "PARAMETER num_predict 5" in text
     chat = load_recipe("chat", [from_override("task.system", '"Be brief."')]).recipe
-    text = modelfile(chat)
+    text = modelfile(chat, [2])
     assert "Be brief." in text and "{{ .Prompt }}" in text and '"""<bos>' not in text
 
 
@@ -172,9 +183,10 @@ def test_llama_cpps_own_converter_takes_it(written: Path, tmp_path: Path, capsys
     assert run(["export", str(written), "--to", "gguf", "--outtype", "f32", "--out", str(tmp_path / "gguf")]) == 0
     assert (tmp_path / "gguf" / "model.gguf").read_bytes()[:4] == b"GGUF"
     asked = importlib.util.find_spec("llama_cpp") is not None
-    told = "llama.cpp reads 4 prompts of the run as training did" if asked else "read by transformers its log prob"
+    told = "llama.cpp reads 4 prompts of the run as training did" if asked else "ask llama.cpp itself"
     said = capsys.readouterr().out
-    assert told in said and float(re.findall(r"differ by at most ([\d.e-]+)", said)[-1]) < 1e-3
+    assert told in said and max(map(float, re.findall(r"by at most ([\d.e-]+)", said))) < 1e-3
+    assert "it answers 2 prompts as the run does, and stops at token 2" in said
 
 
 # --------------------------------------------------------------------------------------------- vLLM

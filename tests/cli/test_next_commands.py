@@ -107,9 +107,7 @@ def test_a_run_and_what_comes_after_it(home: Path, capsys) -> None:
 
 
 def test_a_sweep_that_is_undecided_goes_on_with_more_seeds(home: Path, capsys) -> None:
-    words = ["sweep", "classify", "--backbone", "own model", "--data.train.files", "my rows.jsonl", *STEP]
-    words += ["--data.train.limit", "null", "--data.dev.files", "[]", "--data.test.files", "my rows.jsonl"]
-    words += ["--data.test.limit", "null", "--jobs", "1"]
+    words = ["sweep", "classify", "--backbone", "own model", "--data", "my rows.jsonl", *STEP, "--jobs", "1"]
     assert run([*words, "--grid", "adapter.rank=1,2,3", "--seeds=2", "--out", "my sweep"]) == 0
     commands = printed(capsys.readouterr().err)
     assert [words[1] for words in commands] == ["sweep", "report"]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from experiments.recipe import resume_recipe
 from experiments.workflows.build import lay_out
-from experiments.workflows.merge import alone_in_float32
+from experiments.workflows.folder_check import alone_in_float32
 from experiments.workflows.model_card import _settings, code, fenced
 from finetune.assets import backbone
 from finetune.atomic import write_json
@@ -231,18 +231,20 @@ def test_a_merge_reports_and_writes_its_rounding(written: Path, tmp_path: Path, 
     with torch.no_grad():
         apart = merged.eval()(prompt).logits.float() - adapted(prompt).logits
     assert float(apart.abs().max()) < 0.1 * stored["largest_logit"]
-    assert run(["merge", str(written), "--out", str(tmp_path / "again"), "--check", "rows"]) == 0
+    assert run(["merge", str(written), "--out", str(tmp_path / "again")]) == 0
     said = capsys.readouterr().out
-    assert "rounding to bfloat16 moved merged weights by at most" in said and "--check logits" in said
+    assert "rounding to bfloat16 moved merged weights by at most" in said
+    assert re.search(r"in plain transformers logits differ from backbone \+ adapter by at most [\d.e-]+ \(", said)
+    assert re.search(r"it answers 2 prompts as the run does.*, and stops at token 2$", said, flags=re.M)
 
 
 def test_a_merge_needs_no_data(written: Path, classes: Path, rows: Path, tmp_path: Path) -> None:
-    """The classes are in the run directory; rows of the run are only read where logits are compared."""
+    """The classes are in the run directory; logits are then compared on drawn tokens."""
     hidden = rows.with_name("elsewhere")
     rows.rename(hidden)
     try:
         for number, source in enumerate((written, classes)):
-            assert run(["merge", str(source), "--out", str(tmp_path / str(number)), "--check", "rows"]) == 0
+            assert run(["merge", str(source), "--out", str(tmp_path / str(number))]) == 0
             assert run(["export", str(source), "--out", str(tmp_path / f"export-{number}")]) == 0
     finally:
         hidden.rename(rows)
@@ -310,11 +312,13 @@ def test_two_thousand_rows_get_no_other_label(backbone_name: str, tmp_path: Path
 
 
 def test_a_model_that_answers_otherwise_is_not_written(classes: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    from experiments.workflows import merge as workflow
+    from experiments.workflows import folder_check
 
-    monkeypatch.setattr(workflow, "_FAR", {False: 1e-9, True: 1e-9})
-    assert run(["merge", str(classes), "--out", str(tmp_path / "merged")]) == 2
-    assert "more than rounding to bfloat16 explains; take --dtype float32" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_check, "FAR", {False: 1e-9, True: 1e-9})
+        assert run(["merge", str(classes), "--out", str(tmp_path / "merged")]) == 2
+    error = capsys.readouterr().err
+    assert "more than rounding explains" in error and error.rstrip().endswith("or merge with --dtype float32")
     monkeypatch.setattr("finetune.data.post_processor.encodes_as", lambda *args, **more: True)  # leaves it as it is
     for command in ("merge", "export"):
         assert run([command, str(classes), "--out", str(tmp_path / "merged")]) == 2

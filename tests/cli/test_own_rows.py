@@ -114,13 +114,15 @@ def test_copies_of_one_text_go_to_one_side(tmp_path: Path, monkeypatch: pytest.M
             for i in range(40)
         ],
         [{"prompt": f"q{i % 10}", "chosen": "yes", "rejected": "no", "id": str(i)} for i in range(40)],
+        [{"question": f"q{i % 10}", "answer": "yes", "line": i} for i in range(40)],
         [{"text": "one premise", "text2": f"claim {i % 10}", "label": "ab"[i % 2]} for i in range(40)],
     ],
-    ids=["chat", "preference", "pairs"],
+    ids=["chat", "preference", "completion", "pairs"],
 )
 def test_copies_are_known_in_every_form_of_rows(records: list[dict], tmp_path: Path) -> None:
     path = str(write_jsonl(tmp_path / "rows.jsonl", records))
-    name = "chat" if "messages" in records[0] else "preference" if "chosen" in records[0] else "classify"
+    kinds = {"messages": "chat", "chosen": "preference", "question": "completion", "text": "classify"}
+    name = next(recipe for column, recipe in kinds.items() if column in records[0])
     splits = read_splits(load_recipe(name, [from_override("data.train.files", path)]).recipe)
     places = [
         {int(row.where.rpartition(":")[2]) % 10 for row in part} for part in (splits.train, splits.dev, splits.test)

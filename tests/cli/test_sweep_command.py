@@ -49,7 +49,7 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
         return {"train": {"error": {"value": error}}, "test": {"accuracy": {"value": 1 - error}}}
 
     monkeypatch.setattr(experiments.workflows.train, "execute", fitted)
-    monkeypatch.setattr(experiments.data.splits, "prepare", lambda recipe: SimpleNamespace(skipped=()))
+    monkeypatch.setattr(experiments.data.splits, "prepare", lambda recipe: SimpleNamespace(skipped=(), checks=()))
     monkeypatch.setattr(experiments.studies.cell.gc, "collect", lambda: 0)  # there are no models to collect
     monkeypatch.setattr(experiments.report, "write_plots", lambda out: [])
     monkeypatch.setattr(experiments.report, "build_report", lambda runs, out: out)

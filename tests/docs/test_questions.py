@@ -141,8 +141,10 @@ def test_the_commands_on_the_pages_run_one_after_another(
 
     made = Path(train[train.index("--out") + 1])
     kept = (made / "metrics.jsonl").read_text(encoding="utf-8")
-    (resume,) = commands("training.md", "flatshift train --resume RUN")
-    assert run([str(made) if word == "RUN" else word for word in resume] + ["--train.steps", "2"]) == 0
+    resume, longer, evaluated = commands("training.md", "flatshift train --resume RUN")
+    for words in ([*resume, "--train.steps", "2"], longer, evaluated):
+        assert run([{"RUN": str(made), "400": "3"}.get(word, word) for word in words]) == 0, capsys.readouterr().err
+    assert {"train", "dev", "test"} >= set(json.loads((made / "eval.json").read_text(encoding="utf-8"))) > {"test"}
     now = (made / "metrics.jsonl").read_text(encoding="utf-8")
     assert now.startswith(kept.splitlines()[0]) and len(now) > len(kept)
 

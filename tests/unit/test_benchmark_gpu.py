@@ -11,54 +11,61 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks._harness import ROOT, Benchmark
+from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks.gpu import runner
+from benchmarks.gpu.__main__ import main as runs_the_command
 from benchmarks.gpu.measurements import Best, Kept, Measurement, Row, Store, fill
-from benchmarks.gpu.plan import plan
+from benchmarks.gpu.plan import MFU, TOY, plan, rehearsed
 from benchmarks.gpu.runner import NO_DEVICE, Run, call
 
-TOY = (64, 160, 2, 4, 2, 512, True)
-SMALL = {"rows": 2, "sequence": 40, "rank": 4, "warm": 1}
-TOYS = {
-    "benchmarks.gpu.devices:peaks": {"sizes": (64,)},
-    "benchmarks.gpu.speed:speed": {**SMALL, "shape": TOY, "updates": 1, "product": (64,)},
-    "benchmarks.gpu.speed:regularized": {**SMALL, "shape": TOY, "cycles": 1},
-    "benchmarks.gpu.parity:equal": {"updates": 2, "rows": 1, "length": 128, "limit": 8, "regularizers": ("mgpo",)},
-    "benchmarks.gpu.parity:resumed": {"updates": 4, "killed_after": 3, "rows": 1, "length": 16, "limit": 8},
-    "benchmarks.gpu.transport:solve": {"n": 4000, "m": 60, "d": 16, "passes": 1, "memory_bytes": 1 << 28},
-    "benchmarks.gpu.stacks:stacked": {"rounds": 1, "turn": 1, "ranks": (2,), "seeds": 2},
-    "benchmarks.gpu.low_bits:learnt": {"steps": 2, "tail": 1, "rows": 1, "length": 32, "limit": 8},
-    "benchmarks.gpu.low_bits:sized": {**SMALL, "shape": TOY, "updates": 1},
-}
-"""By function, arguments in place of those of the plan."""
 MEASUREMENTS = {m.name: m for m in plan() if isinstance(m, Measurement)}
-ALL_KINDS = [name for name in MEASUREMENTS if name.startswith("parity/") and "resume" not in name]
-ONE_OF_EACH = [
+REHEARSED = {m.name: m for m in rehearsed(plan()) if isinstance(m, Measurement)}
+COVERING = [
     "peak",
-    "speed/8b/4096/full",
-    "speed/8b/4096/selective",
+    "smoke/step/classify",
+    "smoke/step/chat-packed",
+    "smoke/step/preference",
+    "smoke/regularizer/lora-sam",
+    "smoke/resume",
+    "smoke/command/doctor",
+    "smoke/command/predict",
+    "smoke/command/generate",
+    "smoke/waits/ggpo",
+    "speed/8b/4096/none-1",
+    "speed/8b/4096/full-4",
+    "speed/8b/4096/selective-2",
     "regularizer/ggpo/8b",
     "regularizer/mgpo/1b",
+    "parity/language-model",
+    "parity/classify-multi",
+    "parity/seq2seq",
+    "parity/masked-lm",
+    "parity/gotd-dense",
     "parity/resume-fp32",
     "transport/10m",
     "stacked/64",
     "nf4/learnt",
     "nf4/1b",
-    *ALL_KINDS,
 ]
+"""Of the rehearsal those that cover its code; the whole of it is slow."""
+SLOW = {"parity/resume-fp32", "smoke/command/predict"}
 
 
-SLOW = {f"parity/{kind}" for kind in ("completion", "chat", "classify", "regress", "resume-fp32")}
-"""What goes the way of another one, or starts a process of its own."""
+@pytest.fixture
+def one_thread():
+    """Toy sizes: threads that wait for one another cost more than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in ONE_OF_EACH]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in COVERING]
 )
-def test_a_measurement_fills_its_rows_at_toy_size(name):
-    measurement = MEASUREMENTS[name]
-    arguments = {**measurement.arguments, **TOYS[measurement.function]}
-    figures = call(measurement.function, device="cpu", **arguments)
+def test_a_measurement_fills_its_rows_at_toy_size(name, one_thread):
+    measurement = REHEARSED[name]
+    figures = call(measurement.function, device="cpu", **measurement.arguments)
     assert json.loads(json.dumps(figures)) == figures
     kept = {name: Kept(name, json.loads(json.dumps(dict(measurement.arguments))), "cpu", figures, 1.0, {})}
     bench = Benchmark("x")
@@ -67,7 +74,9 @@ def test_a_measurement_fills_its_rows_at_toy_size(name):
         assert row["ours"] is not None or row["reason"], row
         if row["ours"] is None:  # only what this machine cannot have
             assert any(w in row["reason"] for w in ("not installed", "data sheet")), row
-    if name.startswith("parity/"):
+    if name.startswith("smoke/waits"):
+        assert figures["most"]["ours"] == 1  # a line came due
+    if name.startswith("parity/") and "gotd" not in name:
         exact = [row["ours"] for row in bench.rows if "bf16" not in row["what"]]
         assert exact and set(exact) == {0.0}  # the CPU beside itself, and a run that went on after its kill
         assert all(row["ours"] > 0 for row in bench.rows if "bf16" in row["what"])
@@ -76,10 +85,45 @@ def test_a_measurement_fills_its_rows_at_toy_size(name):
 def test_every_measurement_of_the_plan_is_tried_and_named_once():
     names = [entry.name for entry in plan() if isinstance(entry, Measurement)]
     assert len(names) == len(MEASUREMENTS)
-    assert {m.function for m in MEASUREMENTS.values()} == {MEASUREMENTS[name].function for name in ONE_OF_EACH}
+    assert {m.function for m in MEASUREMENTS.values()} == {MEASUREMENTS[name].function for name in COVERING}
     assert sum(m.seconds for m in MEASUREMENTS.values()) <= 25 * 60
+    smoke = [name for name in MEASUREMENTS if name.startswith("smoke/")]
+    assert names[: len(smoke)] == smoke and sum(MEASUREMENTS[name].seconds for name in smoke) <= 60
+    ideas = list(dict.fromkeys(name.split("/")[0] for name in names))
+    assert ideas == ["smoke", "parity", "peak", "speed", "regularizer", "transport", "nf4", "stacked"]
     rows = [row.what + str(row.peer_name) for m in MEASUREMENTS.values() for row in m.rows]
     assert len(set(rows)) == len(rows)
+
+
+def rehearse(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["benchmarks.gpu", "--rehearse", *flags])
+    with pytest.raises(SystemExit) as stop:
+        runs_the_command()
+    return stop.value.code
+
+
+def test_a_rehearsal_leaves_the_results_alone_and_ends_with_its_minutes(tmp_path, monkeypatch, capfd):
+    before = {file: file.read_bytes() for file in RESULTS.rglob("gpu*/*") if file.is_file()}
+    where = ("--kept", str(tmp_path / "kept.jsonl"), "--out", str(tmp_path / "gpu.json"))
+    assert rehearse(monkeypatch, *where, "--rows", "peak,transport/1m", "--minutes", "3") == 0
+    assert Store(tmp_path / "kept.jsonl").read().keys() == {"peak", "transport/1m"}
+    kept = (tmp_path / "kept.jsonl").read_text()
+    assert rehearse(monkeypatch, *where, "--rows", "smoke", "--minutes", "0.01") == 0
+    assert (tmp_path / "kept.jsonl").read_text() == kept
+    assert "37 rows without a figure: out of minutes" in capfd.readouterr().out
+    assert {file: file.read_bytes() for file in RESULTS.rglob("gpu*/*") if file.is_file()} == before
+    for flags in (("--device", "cuda:1"), ("--out", str(RESULTS / "gpu.json"))):
+        assert rehearse(monkeypatch, *flags) == 2
+        assert "keeps nothing among the results" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_whole_of_it_can_be_rehearsed(tmp_path):
+    out = ("--kept", tmp_path / "kept.jsonl", "--out", tmp_path / "gpu.json")
+    done = subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--rehearse", *out], cwd=ROOT)
+    assert done.returncode == 0
+    held = Store(tmp_path / "kept.jsonl").read()
+    assert held.keys() == MEASUREMENTS.keys() and not any(kept.failed for kept in held.values())
 
 
 # --------------------------------------------------------------------------------------------- what figures mean
@@ -215,6 +259,13 @@ def test_a_killed_measurement_costs_itself_alone_and_a_rerun_makes_only_what_is_
     assert [rows[f"row {n}"]["ours"] for n in "bcd"] == [None] * 3
     assert "killed" in rows["row b"]["reason"] and "memory" in rows["row c"]["reason"]
     assert "illegal memory access" in rows["row d"]["reason"]
+    held = Store(tmp_path / "kept.jsonl").read()
+    assert "in broken" in held["toy/d"].failed["traceback"] and "OutOfMemoryError" in held["toy/c"].failed["traceback"]
+    assert held["toy/b"].failed["stopped"] is False and held["toy/a"].failed is None
+    assert run_of(tmp_path, *entries).failed("cpu").keys() == {"toy/b", "toy/c", "toy/d"}
+    assert [m.name for m in run_of(tmp_path, *entries).missing("cpu")] == ["toy/b", "toy/c", "toy/d"]
+    run_of(tmp_path, *entries).write(None, NO_DEVICE)  # the reasons stay where the device is gone
+    assert "illegal memory access" in rows_of(tmp_path)["row d"]["reason"]
     assert rows["row b"]["holds"] is None and rows["row b"]["bar"] == "ratio <= 1"
     document = json.loads((tmp_path / "gpu.json").read_text())
     assert list(document) == ["name", "command", "commit", "dirty", "machine", "versions", "rows"]
@@ -279,6 +330,19 @@ def test_minutes_leave_what_would_not_be_over(tmp_path, capsys):
     assert calls(tmp_path) == ["short"] and run.store.read().keys() == {"toy/short"}
 
 
+def test_a_measurement_is_stopped_with_its_minutes_and_not_begun_again_in_as_few(tmp_path):
+    entries = [entry("s", "slow", tmp_path, seconds=60.0), entry("t", "counted", tmp_path)]
+    run_of(tmp_path, *entries, minutes=0.25).all()
+    assert "t" not in calls(tmp_path)
+    if "s" not in calls(tmp_path):  # the child did not even come up within its minutes
+        assert "out of minutes" in rows_of(tmp_path)["row s"]["reason"]
+    else:
+        kept = Store(tmp_path / "kept.jsonl").read()["toy/s"]
+        assert kept.failed["stopped"] is True and "end of its minutes" in rows_of(tmp_path)["row s"]["reason"]
+        run = run_of(tmp_path, *entries)
+        assert run._guess(entries[0], kept) == 1.5 * kept.seconds > run._guess(entries[0], None) == 1.0
+
+
 def test_a_child_and_its_own_end_with_their_minutes():
     code = "import subprocess, sys; print(subprocess.Popen(['sleep', '300']).pid, flush=True); sys.stdin.read()"
     child = subprocess.Popen(
@@ -307,7 +371,7 @@ def test_without_a_device_every_row_is_there_with_the_reason(tmp_path, monkeypat
     documents = json.loads((tmp_path / "gpu.json").read_text())
     assert len(documents["rows"]) == sum(len(m.rows) for m in MEASUREMENTS.values()) + 1
     assert all(row["ours"] is None and row["holds"] is None and row["reason"] == NO_DEVICE for row in rows)
-    assert rows[0]["what"].startswith("best bf16 product")
+    assert rows[0]["what"].startswith("works: ")
     with pytest.raises(SystemExit, match="ideas are"):
         Run(plan(), Store(tmp_path / "kept.jsonl"), pattern="sped/*").all()
 
@@ -326,7 +390,7 @@ def test_kept_figures_stay_where_the_device_is_gone(tmp_path, monkeypatch):
 
 
 def test_the_best_row_is_the_best_of_what_there_is(tmp_path):
-    best = Best(Row("mfu", "best", "share", None, ">=", 0.55), ("x/one", "x/two", "x/three"))
+    best = Best(Row("mfu", "best", "share", None, ">=", MFU), ("x/one", "x/two", "x/three"))
     made = [Measurement(name, "m:f", {}, (Row("mfu", name, "share"),), 1.0) for name in best.of]
     kept = {
         "x/one": Kept("x/one", {}, "cpu", {"mfu": {"ours": [0.5, 0.6, 0.4]}}, 1.0, {}),

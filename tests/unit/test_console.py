@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from experiments.run.console import Console, never_silent, others_speak
+from finetune.errors import Interrupted
 
 
 def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,3 +48,26 @@ def test_the_pace_after_a_resume_is_that_of_this_process(
         now[0] = 12.0
         bar(240)
     assert capsys.readouterr().err.splitlines()[-1] == "fine-tune: 240/400, 2 steps/s, 12 s, ETA 80 s"
+
+
+def test_an_evaluation_is_followed_row_by_row_and_token_by_token(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("experiments.run.console.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with Console().evaluating("evaluating test", 8) as beat:
+        beat(0)
+    assert capsys.readouterr().err == ""  # nothing is said of what takes no time
+    stop = [False]
+    ended = pytest.raises(Interrupted, match="evaluating test stopped after 4 of 8 rows")
+    with ended, Console().evaluating("evaluating test", 8, stop=lambda: stop[0]) as beat:
+        for rows in (0, 4, 0, 0):
+            clock[0] += 5
+            beat(rows)
+        stop[0] = True
+        beat(0)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[1:] for line in said] == [
+        ["token 1 of the next answers"], [], ["token 1 of the next answers"], ["token 2 of the next answers"],
+    ]  # fmt: skip
+    assert said[1] == "evaluating test: 4/8, 0.8 rows/s, 10 s, ETA 5 s"

@@ -14,6 +14,7 @@ from experiments.data.sources import judged_train, supply, supply_lines
 from experiments.data.splits import prepare, read_splits
 from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
 from experiments.recipe.rules import check_recipe
+from experiments.studies.cell import cell_of
 from experiments.workflows.run_parts import recipe_inputs
 from finetune.data.batches import Batches
 from finetune.data.columns import Examples
@@ -202,7 +203,7 @@ def test_train_rows_are_judged_whatever_the_files_order(folder):
     text = PLAIN.replace("TASK", "classify")
     prepared = prepare(recipe_of(folder, text, **{"data.train.limit": None}))
 
-    def judged(limit: int, seed: int = 0) -> list[str]:
+    def judged(limit: int | None, seed: int = 0) -> list[str]:
         recipe = recipe_of(folder, text, **{"eval.train_limit": limit, "train.seed": seed})
         return [example.id for example in judged_train(recipe, prepared.train)]
 
@@ -210,7 +211,14 @@ def test_train_rows_are_judged_whatever_the_files_order(folder):
     some = judged(60)
     assert len(some) == 60 and len({label[name] for name in some}) == 4
     assert set(judged(20)) < set(some) and judged(60) == some != judged(60, seed=1)
-    assert judged(0) == [] and judged(1000) == [example.id for example in prepared.train]
+    assert judged(None) == judged(0) == [] and judged(1000) == [example.id for example in prepared.train]
+
+
+def test_a_cell_judges_training_rows_unless_its_recipe_says_otherwise():
+    for given, found in ((None, 1000), (0, 0), (7, 7)):
+        resolved = load_recipe("classify", [from_override("eval.train_limit", given)])
+        assert cell_of(resolved, point={}, seed=0).resolved.recipe.eval.train_limit == found
+    assert load_recipe("classify").recipe.eval.train_limit is None
 
 
 def test_what_changes_the_tokens_changes_the_entry_and_nothing_else_does(folder):

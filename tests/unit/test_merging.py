@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from experiments.recipe import from_override, load_recipe
 from experiments.recipe.config import Recipe
 from experiments.workflows.export import export
-from experiments.workflows.merge import _drawn_inputs, _merge_in_memory, merge
+from experiments.workflows.folder_check import drawn_inputs
+from experiments.workflows.merge import merge
 from experiments.workflows.model_card import _hub_sources
 from experiments.workflows.saved_tokenizer import run_rows
 from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
@@ -60,9 +61,24 @@ def trained(directory: Path, task: Task, adapter: Adapter, out: Path) -> torch.n
         ("gpt2", LanguageModel(), Adapter(rank=3, dora=True), 2),
         ("gpt2", LanguageModel(), Adapter(rank=3, targets=("wte", "c_attn")), 1),
         ("gpt2", LanguageModel(), Adapter(rank=3, targets=("lm_head", "c_fc")), 1),
+        ("gpt2", LanguageModel(), Adapter(rank=3, targets=("wte", "lm_head", "c_fc")), 2),
+        ("gpt2", LanguageModel(), Adapter(rank=3, dora=True, targets=("wte", "c_attn")), 1),
+        ("gpt2", LanguageModel(), Adapter(rank=3, bias="all"), 1),
         ("bert", Classify(), Adapter(rank=3), 1),
     ],
-    ids=["sharded", "head", "dora", "conv1d", "conv1d-dora", "tied-embedding", "tied-head", "pooler"],
+    ids=[
+        "sharded",
+        "head",
+        "dora",
+        "conv1d",
+        "conv1d-dora",
+        "tied-embedding",
+        "tied-head",
+        "tied-both",
+        "dora-embedding",
+        "biases",
+        "pooler",
+    ],
 )
 def test_equal_to_a_merge_in_memory(tmp_path: Path, kind: str, task: Task, adapter: Adapter, files: int) -> None:
     source, saved, out = tmp_path / "source", tmp_path / "adapter", tmp_path / "out"
@@ -130,20 +146,6 @@ def test_a_weight_beyond_the_dtype_is_refused(tmp_path: Path) -> None:
         merge_files(build_skeleton(source, task=LanguageModel()), saved, out, dtype=torch.float16)
 
 
-def test_a_weight_beyond_the_dtype_is_refused_in_memory_too(tmp_path: Path) -> None:
-    source, saved, out = tmp_path / "source", tmp_path / "adapter", tmp_path / "out"
-    save_backbone("llama", source, vocab_size=352)
-    byte_tokenizer().save_pretrained(source)
-    trained(source, LanguageModel(), Adapter(rank=3), saved)
-    factors = {name: tensor * 3000 for name, tensor in load_file(saved / "adapter_model.safetensors").items()}
-    save_file(factors, saved / "adapter_model.safetensors", {"format": "pt"})
-    settings = {"backbone": str(source), "task.kind": "language-model", "adapter.rank": "3"}
-    recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
-    with pytest.raises(UserError, match="not finite numbers in float16"):
-        _merge_in_memory(recipe, None, saved, out, torch.float16)
-    assert not out.exists()
-
-
 @pytest.mark.parametrize("init", ["default", "pissa"])
 def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) -> None:
     """PiSSA too: what it took out of the frozen weights is in the saved adapter. It says how far rounding moved."""
@@ -193,13 +195,10 @@ def test_a_run_merges_by_files_to_what_peft_merges(tmp_path: Path, init: str) ->
 
 
 def copied_elsewhere(out: Path, folder: Path) -> None:
-    """Without its data a run merges all the same, and logits are compared on drawn tokens unless they are asked for."""
+    """Without its data a run merges all the same, and logits are compared on drawn tokens."""
     (folder / "rows.jsonl").rename(folder / "gone.jsonl")
     again = merge(out, folder / "elsewhere")
     assert again["drawn"] and again["rows"] == 8 and 0 < again["max_logit_difference"] < 0.05 * again["largest_logit"]
-    with pytest.raises(UserError, match=r"^--check logits: .*rows\.jsonl: no such file.*`--check rows` reads no data"):
-        merge(out, folder / "asked", check="logits")
-    assert not (folder / "asked").exists()
 
 
 def test_rows_that_are_all_left_out_are_no_rows_to_compare(tmp_path: Path) -> None:
@@ -216,7 +215,7 @@ def test_drawn_rows_go_through_encoder_decoders(tmp_path: Path, kind: str, task:
     settings = {"backbone": str(source), "task.kind": task, "train.max_length": "9"}
     recipe = load_recipe(None, [from_override(key, value) for key, value in settings.items()]).recipe
     model = load_backbone(source, task=recipe.task, label_names=LABELS if task == "classify" else None).eval()
-    inputs = _drawn_inputs(recipe, TOKENIZER, model.config)
+    inputs = drawn_inputs(recipe, TOKENIZER, model.config)
     assert inputs["input_ids"].shape == (8, 9) and model(**inputs).logits.shape[0] == 8
     assert not set(inputs["input_ids"][:, :-1].flatten().tolist()) & set(TOKENIZER.all_special_ids)
 

@@ -295,7 +295,10 @@ def test_float32_has_no_hours(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*words, "fp32", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] and document["hours"] is None and document["cost"] is None
-    assert run([*words, "fp32"]) == 0 and "no hours" in capsys.readouterr().out
+    assert document["evaluation"]["rows_at_once"] == 32 and document["evaluation"]["gib"] > 0
+    assert document["evaluation"]["updates_per_1000_rows"] > 0
+    assert run([*words, "fp32"]) == 0
+    assert "no hours" in (said := capsys.readouterr().out) and "evaluation: 32 rows at once take " in said
     assert run([*words, "bf16"]) == 0 and "and cost" in capsys.readouterr().out
 
 

@@ -96,6 +96,19 @@ def test_conversations_in_every_form_are_one_pair(form, tokenizer, tmp_path):
     assert asked.ids == one.input_ids[: len(asked.ids)], "an answer is asked for as it was trained"
 
 
+def test_a_template_that_leaves_something_out_of_pairs_is_told_of(tokenizer, tmp_path):
+    pair = {"system": "Be brief.", "prompt": SAID, "chosen": {**TALKS[0][0], "reasoning": "hm"}, "rejected": BAD}
+    task = Preference(chat=True, template="mistral")
+    encoded = encode(read(tmp_path, [pair], task), task=task, tokenizer=tokenizer, max_length=200)
+    (one,) = encoded.examples
+    assert shown(one.input_ids, one.labels, tokenizer) == f"<bos>[INST] Be brief.\n\n{SAID}[/INST][ {GOOD}<eos>]"
+    assert encoded.notes[-2:] == (
+        "1 turns have thoughts that the template leaves out",
+        "the template writes [INST] and [/INST], no tokens of this tokenizer, in ordinary ones: meant for a backbone "
+        "that has them",
+    )
+
+
 def test_single_answers_are_for_kto_and_labels_say_which(tokenizer, tmp_path):
     task = Preference(loss="kto")
     records = [{"prompt": SAID, "completion": f" {GOOD}", "label": label} for label in (True, 0, "False", "1")]

@@ -120,7 +120,7 @@ class ChatEncoder:
         return tuple(self._notes())
 
     def reads_key(self, key: str) -> bool:
-        """Whether the template knows a key of turns."""
+        """True if the template knows a key of turns."""
         return self.answers.template.reads_key(key)
 
     def _tokenised(self, chunk: Sequence[Row], rest: LeftOut) -> Iterator[tuple[Row, list[Sample], list[Tokenised]]]:
@@ -245,6 +245,25 @@ class ChatEncoder:
                 f"{counts.apart:,} conversations came apart into one sample for each rewritten turn, "
                 f"{counts.samples:,} samples in all: the template rewrites earlier turns once later ones follow"
             )
+        yield from self.template_notes()
+        if counts.filled:
+            yield (
+                f"{counts.filled:,} conversations came with {counts.nulls:,} keys that hold null inside their calls "
+                "and tools, which were left out: Parquet and Arrow give every object the keys of all the others"
+            )
+        if counts.in_pieces:
+            yield (
+                f"{counts.in_pieces:,} samples have an answer that began or ended inside a token; they were tokenised "
+                "in pieces there"
+            )
+        if self._end is not None and not counts.cut_answers and not self._closes(self._end):
+            yield (
+                f"answers end with {str(self.tokenizer.decode([self._end]))!r}, which is no special token of this "
+                "tokenizer: see in the panel below whether its end of turn is written in ordinary tokens"
+            )
+
+    def template_notes(self) -> Iterator[str]:
+        """What the template made of the turns otherwise than one might think, a sentence each."""
         if self.answers.asked_otherwise:
             yield (
                 f"{self.answers.asked_otherwise:,} answers do not follow the template's generation prompt word for "
@@ -263,21 +282,6 @@ class ChatEncoder:
             yield (
                 f"the template writes {' and '.join(missing)}, no tokens of this tokenizer, in ordinary ones: meant "
                 "for a backbone that has them"
-            )
-        if counts.filled:
-            yield (
-                f"{counts.filled:,} conversations came with {counts.nulls:,} keys that hold null inside their calls "
-                "and tools, which were left out: Parquet and Arrow give every object the keys of all the others"
-            )
-        if counts.in_pieces:
-            yield (
-                f"{counts.in_pieces:,} samples have an answer that began or ended inside a token; they were tokenised "
-                "in pieces there"
-            )
-        if self._end is not None and not counts.cut_answers and not self._closes(self._end):
-            yield (
-                f"answers end with {str(self.tokenizer.decode([self._end]))!r}, which is no special token of this "
-                "tokenizer: see in the panel below whether its end of turn is written in ordinary tokens"
             )
 
     def _closes(self, token: int) -> bool:

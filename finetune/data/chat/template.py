@@ -216,7 +216,7 @@ class ChatTemplate:
         return self._sources[known]
 
     def reads_key(self, key: str) -> bool:
-        """Whether the text names a key of turns; thoughts go under each of their names."""
+        """True if the text names a key of turns; thoughts go under each of their names."""
         if key not in self._keys:
             names = "|".join(map(re.escape, THOUGHTS if key in THOUGHTS else (key,)))
             text = self.source(None) + self.source([{}])

@@ -1,0 +1,187 @@
+"""What leaves is asked by plain transformers: it stops where training ended answers, and answers as the run does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from benchmarks._families import named, save_family, train_words
+from experiments.recipe import resume_recipe
+from experiments.workflows import folder_check
+from experiments.workflows import merge as merging
+from experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
+from finetune.data.encoding import closing_tokens
+from finetune.data.example import IGNORE, Example
+from flatshift.cli import run
+from tests.data_models import byte_tokenizer
+
+END = 3
+"""`<|im_end|>`, the trained end; the backbones' own is 0."""
+
+
+def trained(name: str, home: Path) -> Path:
+    """A finished run of the family on its tiny backbone."""
+    family = named(name)
+    backbone = save_family(family, home / "backbone")
+    assert run(train_words(family, backbone, home / "run")) == 0
+    return home / "run"
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat run whose adapter is on both of a tied pair."""
+    return trained("Qwen 3, both", tmp_path_factory.mktemp("tied"))
+
+
+def forced(model: torch.nn.Module) -> list[int]:
+    """What plain `generate` writes where the model is made to end its answer at once."""
+    ids = torch.tensor([[4, 5, 6]])
+
+    def end(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:] = -1e9
+        scores[:, END] = 0
+        return scores
+
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, logits_processor=[end])
+    return out[0, 3:].tolist()
+
+
+def test_plain_generate_stops_where_training_ended_answers(tied: Path, tmp_path: Path, capsys) -> None:
+    assert trained_ends(tied) == {"<|im_end|>": END}
+    vllm, hub = tmp_path / "vllm", tmp_path / "hub"
+    for words, folder in ((["--to", "vllm"], vllm), ([], hub)):
+        capsys.readouterr()
+        assert run(["export", str(tied), *words, "--out", str(folder)]) == 0
+        assert "it answers 2 prompts as the run does, and stops at token 3" in capsys.readouterr().out
+        assert GenerationConfig.from_pretrained(folder).eos_token_id == [0, END]
+    assert json.loads((vllm / "config.json").read_text(encoding="utf-8"))["eos_token_id"] == [0, END]
+    model = AutoModelForCausalLM.from_pretrained(vllm)
+    assert forced(model) == [END]
+    backbone = AutoModelForCausalLM.from_pretrained(tied.parent / "backbone")
+    assert forced(backbone) == [END] * 4, "which the backbone alone does not"
+
+
+def test_a_tied_pair_that_was_adapted_comes_apart(tied: Path, tmp_path: Path) -> None:
+    """E + ΔE and E + ΔH: the logits of plain PEFT."""
+    out = tmp_path / "merged"
+    assert run(["merge", str(tied), "--out", str(out), "--dtype", "float32"]) == 0
+    assert json.loads((out / "config.json").read_text(encoding="utf-8"))["tie_word_embeddings"] is False
+    written = load_file(out / "model.safetensors")
+    assert not torch.equal(written["model.embed_tokens.weight"], written["lm_head.weight"])
+    ids = AutoTokenizer.from_pretrained(out)("the red pump is late", return_tensors="pt")["input_ids"]
+    base = AutoModelForCausalLM.from_pretrained(tied.parent / "backbone", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tied / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.no_grad():
+        apart = (adapted(ids).logits - merged(ids).logits).abs().max()
+    assert float(apart) <= 3e-6
+
+
+def test_larger_models_than_memory_are_compared_block_by_block(tied: Path, tmp_path: Path, monkeypatch) -> None:
+    """Neither side may hold the model: the same answers all the same, of a merged folder and of an adapter."""
+    monkeypatch.setattr(folder_check, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(folder_check, "lay_out", None)  # which reads the whole model
+    assert run(["merge", str(tied), "--out", str(tmp_path / "merged")]) == 0
+    record = json.loads((tmp_path / "merged" / "merge.json").read_text(encoding="utf-8"))
+    assert record["max_logit_difference"] <= 3e-6 and record["same_tokens"] == record["places"]
+    assert record["answers"] == 2 and record["stops"] == [END]
+    assert run(["export", str(tied), "--out", str(tmp_path / "hub")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [("head", "differ from backbone + adapter by"), ("end", "does not stop at token 3, which training ended answers")],
+)
+def test_a_folder_that_answers_otherwise_is_not_written(
+    tied: Path, tmp_path: Path, capsys, monkeypatch, wrong: str, message: str
+) -> None:
+    saved = merging.save_tokenizer
+
+    def with_one_matrix(recipe: object, folder: Path, **more: object) -> object:
+        tensors = load_file(folder / "model.safetensors")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return saved(recipe, folder, **more)
+
+    if wrong == "head":
+        monkeypatch.setattr(merging, "save_tokenizer", with_one_matrix)
+    else:
+        own = lambda recipe, folder, ends: save_generation_settings(recipe, folder, [0])  # noqa: E731
+        monkeypatch.setattr(merging, "save_generation_settings", own)
+    capsys.readouterr()
+    assert run(["merge", str(tied), "--out", str(tmp_path / "merged")]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "merged").exists()
+
+
+def test_experts_are_folded_in_for_vllm(tmp_path: Path) -> None:
+    """vLLM loads an adapter of experts and leaves it out in silence (vllm#41384)."""
+    path = trained("Qwen 3 MoE", tmp_path)
+    settings = json.loads((path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
+    assert any("experts" in name for name in settings["target_parameters"])
+    assert run(["export", str(path), "--to", "vllm", "--out", str(tmp_path / "vllm")]) == 0
+    before = load_file(tmp_path / "backbone" / "model.safetensors")
+    after = load_file(tmp_path / "vllm" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = {name for name in after if not torch.equal(before[name], after[name])}
+    assert (
+        "model.layers.0.mlp.experts.3.down_proj.weight" in changed and "model.layers.0.mlp.gate.weight" not in changed
+    )
+    assert run(["export", str(path), "--out", str(tmp_path / "hub")]) == 0
+    card = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
+    assert "vLLM leaves adapters of experts out without a word" in card and "flatshift export" in card
+
+
+def test_a_vision_tower_gets_no_adapter_unless_it_is_asked_for(tmp_path: Path) -> None:
+    """Its patches (16 of them) are no bound for text either."""
+    family = named("Gemma 3 with")
+    backbone = save_family(family, tmp_path / "backbone")
+    words = train_words(family, backbone, tmp_path / "run")
+    assert run(words) == 0
+    keys = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors").keys()
+    assert len(keys) == 28 and all(".language_model." in key for key in keys)
+    asked = [*train_words(family, backbone, tmp_path / "asked"), "--adapter.targets", "[q_proj, fc1]"]
+    assert run([*asked, "--train.steps", "1", "--train.eval_every", "1"]) == 0
+    keys = load_file(tmp_path / "asked" / "adapter" / "adapter_model.safetensors").keys()
+    assert {(".vision_tower." in key, key.split(".lora_")[0].rsplit(".", 1)[-1]) for key in keys} == {
+        (False, "q_proj"),
+        (True, "fc1"),
+    }
+
+
+def test_a_backbone_without_an_end_gets_the_trained_one(tied: Path, tmp_path: Path) -> None:
+    """No eos in its configuration, and no generation_config.json."""
+    backbone = save_family(named("Qwen 3, both"), tmp_path / "backbone")
+    file = backbone / "config.json"
+    settings = json.loads(file.read_text(encoding="utf-8")) | {"eos_token_id": None}
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    (backbone / "generation_config.json").unlink()
+    recipe = dataclasses.replace(resume_recipe(tied).recipe, backbone=str(backbone))
+    ends = all_ends(recipe, [END])
+    assert ends == [END, 0], "the trained one, and the tokenizer's own, at which `flatshift generate` ends too"
+    save_generation_settings(recipe, tmp_path, [END])
+    found = GenerationConfig.from_pretrained(tmp_path)
+    assert (found.eos_token_id, found.pad_token_id) == (END, 1)
+
+
+def test_the_end_of_an_answer_is_what_was_supervised_last() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|call|>"]})
+    end, call = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|call|>"])
+    blank, word = tokenizer("\n")["input_ids"][0], tokenizer("a")["input_ids"][0]
+
+    def example(*labels: int) -> Example:
+        return Example([word] * len(labels), list(labels), "0", "f:1")
+
+    rows = [example(IGNORE, word, end, blank), example(IGNORE, word, tokenizer.eos_token_id), example(IGNORE, word)]
+    found = closing_tokens(rows, tokenizer, max_length=9)
+    assert found == {"<eos>": tokenizer.eos_token_id, "<|im_end|>": end}
+    cut = [example(IGNORE, word, call)]
+    assert closing_tokens(cut, tokenizer, max_length=3) == {} and closing_tokens([], tokenizer, max_length=3) == {}
+    assert closing_tokens(cut, tokenizer, max_length=4) == {"<|call|>": call}
