@@ -94,7 +94,7 @@ def test_the_form(runner: Runner, form: Form) -> None:
         assert check(found), f"{form.command}\n{found.stdout[-2000:]}\n" + "\n".join(told)
 
 
-# -------------------------------------------------------------------------------------- what pages name is in the suite
+# ------------------------------------------------------------------------------------ what pages name is in the suite
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
