@@ -355,10 +355,18 @@ def test_expand_sorts_globs_and_names_the_nearest(tmp_path):
         expand([f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl"])
 
 
+def test_fields_between_semicolons(tmp_path):
+    """As spreadsheets write it where the comma stands in numbers; a header with a comma is one of commas."""
+    (tmp_path / "a.csv").write_text('text;label\n"a; b";1,5\n')
+    assert [row.values["text"] for row in read_rows([str(tmp_path / "a.csv")])] == ["a; b"]
+    (tmp_path / "b.csv").write_text("text,note\na;b,c\n")
+    assert [row.values["text"] for row in read_rows([str(tmp_path / "b.csv")])] == ["a;b"]
+
+
 def test_formats_that_are_not_rows(tmp_path):
     assert "is a directory without a file to read" in refused(tmp_path)
-    (tmp_path / "a.txt").write_text("a")
-    assert "unknown format '.txt'; known are JSONL" in refused(tmp_path / "a.txt")
+    (tmp_path / "a.doc").write_text("a")
+    assert "unknown format '.doc'; known are JSONL" in refused(tmp_path / "a.doc")
     (tmp_path / "a.jsonl").write_text('[\n{"text": "a"}\n]')
     assert "a JSON array; name the file .json" in refused(tmp_path / "a.jsonl")
     (tmp_path / "b.jsonl").write_bytes('{"text": "a"}\n'.encode("utf-16"))
@@ -376,6 +384,14 @@ def test_json_arrays_are_read_object_by_object(tmp_path, monkeypatch, chunk):
             path.write_text("\ufeff " + json.dumps(written, indent=indent, ensure_ascii=False) + "\n", "utf-8")
             assert [record.values for record in formats.records(path)] == json.loads(path.read_text("utf-8-sig"))
             assert formats.count(path) == len(written)
+        for more in ({}, {"version": [1, {"data": 2}]}):
+            path.write_text(json.dumps({"data": told, **more}, indent=indent, ensure_ascii=False) + "\n", "utf-8")
+            assert [record.values for record in formats.records(path)] == told and formats.count(path) == len(told)
+    path.write_text('{"data": [{"text": "a"}]} {"data": []}')
+    with pytest.raises(UserError, match="not valid JSON behind the rows of 'data'"):
+        list(formats.records(path))
+    path.write_text('{"data": [1, 2]}\n{"data": []}\n')  # rows with such a column
+    assert [record.values for record in formats.records(path)] == [{"data": [1, 2]}, {"data": []}]
     path.write_text('[{"text": "a"},\n 12,\n\n {"text": "b", "text": "c"},\n{"text": "d"}]')
     skipped: list[str] = []
     rows = list(read_rows([str(path)], bad_rows="skip", skipped=skipped))
