@@ -443,7 +443,7 @@ RUNS: dict[str, Form] = {
         _form("language-model-split", _train("language-model", "decoder", "long.jsonl", "--train.max_length 64"),
               judged(*_TEXT), says("pieces")),
         _form("language-model-cut", _train("language-model", "decoder", "long.jsonl",
-              "--train.max_length 64 --train.overlong null --train.truncation left"), judged(*_TEXT)),
+              "--train.max_length 64 --train.truncation left"), judged(*_TEXT)),
         _form("language-model-dropped", _train("language-model", "decoder", "long.jsonl texts.jsonl",
               "--train.max_length 64 --train.overlong drop --train.max_dropped 0.9"), judged(*_TEXT), says("left out")),
         _form("masked-lm", _train("language-model", "encoder", "texts.jsonl", "--task.kind masked-lm"),

@@ -141,7 +141,7 @@ def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type
             f"{origins['train.epochs']}: train.epochs and train.steps ({origins['train.steps']}) both say how long to "
             "train; leave one of them out"
         )
-    recipe, origins = _with_finished_selection(recipe, origins)
+    recipe, origins = _with_finished_selection(*_without_pieces(recipe, origins))
     return Resolved(_anchored(recipe), name, origins)
 
 
@@ -179,6 +179,20 @@ def _on_own_rows(tree: Tree) -> Tree:
     for change in changes:
         tree = merge(tree, change)
     return tree
+
+
+def _without_pieces(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
+    """The recipe without the `train.overlong: split` of a shipped one, where the task has no pieces or a side to cut is
+    named."""
+    train = recipe.train
+    if train.overlong != "split" or not origins.get("train.overlong", "").startswith(str(_SHIPPED)):
+        return recipe, origins
+    if recipe.task.splits and train.truncation is None:
+        return recipe, origins
+    name = "train.truncation" if recipe.task.splits else "task.kind"
+    why = f"{origins.get(name, origins.get('task', _DEFAULT))} goes without pieces"
+    changed = dataclasses.replace(recipe, train=dataclasses.replace(train, overlong=None))
+    return changed, {**origins, "train.overlong": why}
 
 
 def _at(tree: Tree, *path: str) -> Tree | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.data.splits import prepare
-from experiments.recipe import from_mapping, load_recipe
+from experiments.recipe import from_mapping, from_override, load_recipe
 from finetune.data.example import IGNORE
 from finetune.data.formats import records
 from finetune.errors import UserError
@@ -137,14 +137,24 @@ def test_documents_go_through_the_commands(corpus: Path, capsys: pytest.CaptureF
     assert len(chosen) == 3 and all(line["text"].startswith("# Note") for line in chosen)
 
 
+SPLIT = ["--train.overlong", "split"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--task.kind", "completion"], "task.kind: completion has none; set it to null, drop or refuse"),
-        (["--train.truncation", "left"], "train.overlong: split does not go with train.truncation"),
+        ([*SPLIT, "--task.kind", "completion"], "task.kind: completion has none; set it to null, drop or refuse"),
+        ([*SPLIT, "--train.truncation", "left"], "train.overlong: split does not go with train.truncation"),
         (["--data.label_noise", "0.1"], "train.overlong: split does not go with data.label_noise"),
     ],
 )
 def test_pieces_go_only_with_what_they_can(corpus: Path, capsys, words: list[str], message: str) -> None:
     assert run(["train", "language-model", "--data", "notes", *words, "--out", "none"]) == 2
     assert message in capsys.readouterr().err and not (corpus / "none").exists()
+
+
+@pytest.mark.parametrize("setting", [("task.kind", "completion"), ("train.truncation", "left")], ids=" ".join)
+def test_the_pieces_of_a_shipped_recipe_give_way_to_what_has_none(setting: tuple[str, str]) -> None:
+    resolved = load_recipe("language-model", [from_override(*setting)])
+    assert resolved.recipe.train.overlong is None and setting[0] in resolved.origins["train.overlong"]
+    assert load_recipe("language-model", []).recipe.train.overlong == "split"
