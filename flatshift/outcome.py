@@ -57,7 +57,13 @@ def after_run(run: Run) -> list[list[str]]:
     found = [["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.resolve().name}-predictions.csv"]]
     if _converses(run):
         found.insert(0, ["flatshift", "chat", path])
-    return [*found, ["flatshift", "merge", path], ["flatshift", "export", path]]
+    return [*found, *_to_hand_on(run.path)]
+
+
+def _to_hand_on(path: Path) -> list[list[str]]:
+    """The ways out of a run that were not taken yet, to their default places."""
+    ways = {"merge": "merged", "export": "export"}
+    return [["flatshift", way, str(path)] for way, folder in ways.items() if not (path / folder).exists()]
 
 
 def of_merge(path: Path, merged: Path) -> None:
@@ -89,7 +95,7 @@ def _files(recipe: dict[str, Any], split: str) -> list[str]:
 
 def of_prediction(path: Path, data: Sequence[str]) -> None:
     """How to judge what was predicted of `data`, where its rows have answers; and where to go with the run."""
-    commands = [["flatshift", verb, str(path)] for verb in ("report", "merge", "export")]
+    commands = [["flatshift", "report", str(path)], *_to_hand_on(path)]
     if _has_answers(path, data):
         commands.insert(0, ["flatshift", "eval", str(path), "--data", *data])
     say("", commands)

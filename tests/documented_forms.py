@@ -621,6 +621,8 @@ def _runs_judged() -> Iterator[Form]:
     yield _form(
         "predict to .xlsx", "predict {run:classify-encoder} --data new.jsonl --out {out}.xlsx", says(".csv"), code=2
     )
+    yield _form("predict, answers cut", f"predict {{run:chat-messages}} --data {_data_of('chat-messages')} "
+                "--max-new-tokens 2 --out {out}.jsonl", says("answers did not end within 2 tokens; --max-new-tokens N allows more"))  # fmt: skip
     yield _form("predict, bad rows left out", "predict {run:classify-encoder} --data broken.jsonl --bad-rows skip --out "
                 "{out}.jsonl --device cpu --quiet", predicted(COUNT, "label"))  # fmt: skip
 

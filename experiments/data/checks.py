@@ -187,7 +187,7 @@ class RowChecks:
         """The columns of a part's records that something reads."""
         columns = (self._parts[split] or self._parts["train"])[part].columns
         names = (*self._all, "id", *form_columns(form, turns="messages" in self._read))
-        return {*(getattr(columns, name, name) for name in names), self._features or "", "repeat_of"}
+        return {*(getattr(columns, name, name) for name in names), self._features or "", *_CHOSEN}
 
     def _found(self, kind: str) -> _Tally:
         return self._tallies.setdefault(kind, _Tally())
@@ -286,6 +286,8 @@ class RowChecks:
 
 # ---------------------------------------------------------------------------------------------------- what a row says
 
+_CHOSEN = ("rank", "score", "source", "repeat_of")
+"""Columns that a selection adds to the records that it chose."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 

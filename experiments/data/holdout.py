@@ -94,7 +94,7 @@ def set_apart(
     if count >= len(order):
         raise UserError(
             f"data.holdout: {share:g} of {total} rows with {len(order)} different texts leaves none to train on; give "
-            "more rows, or a smaller share"
+            "more rows, or set data.holdout to 0 and evaluate on files of their own (data.test.files)"
         )
     owner = _dealt(order[:count], classes, first, sizes, splits)[group]
     taken = {split: np.flatnonzero(owner == number) for number, split in enumerate(splits, start=1)}

@@ -81,6 +81,8 @@ class Predictor:
         """`file:line: reason` of rows that could not be shown."""
         self.cut = 0
         """Rows that were longer than `train.max_length`."""
+        self.open_answers = 0
+        """Answers that the limit of new tokens cut."""
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -166,6 +168,7 @@ class Predictor:
         for place, answer in answers:
             text = str(self.tokenizer.decode(answer.ids, skip_special_tokens=True)).strip()
             records[place] |= {"answer": text, "tokens": len(answer.ids), "ended": answer.ended}
+            self.open_answers += not answer.ended
         return records
 
     def _inference(self) -> Inference:
@@ -219,6 +222,7 @@ def predict_from_run(
         inputs = describe(data)
         counts = [entry["rows"] for entry in inputs]
         asked = {
+            "new_tokens": predictor.task.max_new_tokens if predictor.task.answers_in_text else None,
             "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
@@ -246,6 +250,12 @@ def predict_from_run(
         if predictor.cut:
             limit = predictor.recipe.train.max_length
             console.say(f"{predictor.cut:,} of {done:,} rows were longer than train.max_length = {limit} and were cut")
+        if predictor.open_answers:
+            limit = predictor.task.max_new_tokens
+            console.say(
+                f"{predictor.open_answers:,} of {done:,} answers did not end within {limit} tokens; --max-new-tokens N "
+                "allows more"
+            )
     return done
 
 

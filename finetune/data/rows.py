@@ -352,6 +352,8 @@ class _Reader:
                 f"no column {own!r}, but {asked!r} and {answer!r}: the recipe completion (task.kind: completion) "
                 "trains on a prompt and its answer"
             )
+        if name == "chosen" and {"completion", "label"} <= record.keys():
+            return f"no column {own!r}, but 'completion' and 'label': task.loss: kto trains on single answers"
         if name in ("prompt", "completion") and (turns := {own, "messages", "conversations"} & record.keys()):
             return f"no column {own!r}, but {min(turns)!r}: the recipe chat (task.kind: chat) trains on conversations"
         return missing_column(own, record, f"{self.setting}.{name}" if name in self.names else None)

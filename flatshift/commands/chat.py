@@ -88,6 +88,8 @@ def run(argv: list[str]) -> int:
                 print(f"flatshift: error: {sentence(str(error))}", file=sys.stderr)
                 continue
             print(flush=True)
+            if not reply.ended:
+                print(f"(cut after {reply.tokens:,} tokens; --max-new-tokens N allows more)", file=sys.stderr)
             turns = [*asked, {"role": "assistant", "content": reply.text}]
     return 0
 

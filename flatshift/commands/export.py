@@ -50,7 +50,8 @@ def run(argv: list[str]) -> int:
     for line in compared_lines(result):
         print(line)
     pushed = ["flatshift", "push", str(out), f"ORGANISATION/{flags.run.resolve().name}"]
-    outcome.say("", [pushed, ["flatshift", "merge", str(flags.run)]])
+    merge = [] if (flags.run / "merged").exists() else [["flatshift", "merge", str(flags.run)]]
+    outcome.say("", [pushed, *merge])
     return 0
 
 

@@ -29,6 +29,8 @@ class Flags:
     """File to write: .jsonl, .csv, .tsv or .parquet (required)."""
     batch_size: int | None = None
     """Rows at once; by default the run's eval.batch_size."""
+    max_new_tokens: int | None = None
+    """Longest answer of a run that writes, tokens; by default the run's task.max_new_tokens."""
     bad_rows: Literal["refuse", "skip"] | None = None
     """What to do with rows that cannot be read; by default as the run's recipe says."""
     device: str | None = None
@@ -44,7 +46,8 @@ def run(argv: list[str]) -> int:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
     from experiments.workflows.predict import predict_from_run
 
-    overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
+    given = {"device": ("train.device", flags.device), "max-new-tokens": ("task.max_new_tokens", flags.max_new_tokens)}
+    overrides = [from_override(key, str(v), f"--{flag}") for flag, (key, v) in given.items() if v is not None]
     count = predict_from_run(
         flags.run,
         flags.data,

@@ -76,7 +76,7 @@ def test_losses_past_their_share_are_refused_with_the_length_that_would_do():
     with pytest.raises(
         UserError,
         match=rf"^rows.jsonl: 1 of 10 rows have an answer that is cut at train.max_length {header + 20}, more than "
-        rf"task.max_truncated \(0.05\) allows; train.max_length {enough} would hold 99 % of them whole$",
+        rf"task.max_truncated \(0.05\) allows; --train.max_length {enough} would hold 99 % of them whole$",
     ):
         encoded(many, task=Chat(template="plain", max_truncated=0.05), max_length=header + 20)
     long = [*many[:9], row(9, messages=[{"role": "user", "content": "é" * 40}, {"role": "assistant", "content": "x"}])]

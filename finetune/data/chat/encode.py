@@ -227,7 +227,7 @@ class ChatEncoder:
     def _remedy(self) -> str:
         lengths = sorted(self.counts.lengths)
         enough = lengths[min(round(0.99 * len(lengths)), len(lengths) - 1)]
-        return f"train.max_length {enough} would hold 99 % of them whole"
+        return f"--train.max_length {enough} would hold 99 % of them whole"
 
     def _notes(self) -> Iterator[str]:
         counts = self.counts
