@@ -124,9 +124,10 @@ class RunDirectory:
         return self.path / "state"
 
     def stage(self, name: str) -> Path:
-        """`stages/<name>/`, made if need be."""
+        """`stages/<name>/`, made if need be by the process that writes."""
         folder = self.path / "stages" / name
-        make_directory(folder)
+        if self.writes:
+            make_directory(folder)
         return folder
 
     def log_metrics(self, stage: str, **fields: Any) -> None:

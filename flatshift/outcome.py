@@ -102,16 +102,18 @@ def of_prediction(path: Path, data: Sequence[str]) -> None:
 
 
 def _has_answers(path: Path, data: Sequence[str]) -> bool:
-    from experiments.workflows.generate import finished_recipe
+    from experiments.recipe import resume_recipe
     from finetune.data.rows import read_rows
     from finetune.errors import UserError
 
-    recipe = finished_recipe(path)
+    recipe = resume_recipe(path).recipe
     task, columns = recipe.task, recipe.data.columns
     try:
-        return bool(list(read_rows(data, columns=columns, required=task.columns(), first=1, label=task.read_label)))
+        found = list(read_rows(data, columns=columns, required=task.columns(), first=1, label=task.read_label))
     except UserError:
         return False
+    turns = found[0].values.get("messages") if found else None
+    return bool(found) and not (isinstance(turns, list) and turns and turns[-1].get("role") in ("user", "system"))
 
 
 def of_directory(path: Path) -> None:

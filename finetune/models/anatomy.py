@@ -65,9 +65,14 @@ def vocabulary_size(model: Any) -> int:
     return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)
 
 
+def _config(model: nn.Module) -> Any:
+    """The model's configuration, which each piece of a pipeline has."""
+    return next(module.config for module in backbone_of(model).modules() if hasattr(module, "config"))
+
+
 def beside_language(model: nn.Module) -> tuple[str, ...]:
     """Names of the modules that a multimodal model has beside its language model: a vision tower, its projector."""
-    config: Any = backbone_of(model).config
+    config = _config(model)
     text = config.get_text_config()
     if text is config:
         return ()
@@ -93,7 +98,7 @@ def position_limit(model: nn.Module) -> int | None:
     used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
     taken = getattr(model, "soft_tokens", 0)  # they lie before every row
     rows = [t.num_embeddings - u for t, u in zip(tables, used, strict=True)]
-    config = backbone_of(model).config
+    config = _config(model)
     if (rows or config.get_text_config().model_type in BOUNDED) and (made_for := usable_positions(config)) is not None:
         rows.append(made_for)  # Nyströmformer has rows beyond it that it never reads
     return min(rows) - taken if rows else None

@@ -85,7 +85,7 @@ def test_an_adapter_is_used_before_its_evaluation(
     out = str(stopped[0])
     commands = [
         ["export", out, "--out", str(tmp_path / "exported")],
-        ["merge", out, "--out", str(tmp_path / "merged"), "--check", "rows"],
+        ["merge", out, "--out", str(tmp_path / "merged")],
         ["predict", out, "--data", str(files["test"]), "--out", str(tmp_path / "said.csv")],
         ["generate", out, "--prompt", "is my card lost", "--max-new-tokens", "2"],
         ["eval", out, "--data", str(files["dev"]), "--task.max_new_tokens", "2"],

@@ -159,7 +159,7 @@ def test_generate_reads_lines_and_draws_by_its_seed(written: Path, capsys, monke
     [
         (["--prompt", "x", "--top-k", "5"], "top_k limits draws"),
         (["--prompt", "x", "--max-new-tokens", "1024"], "do not fit the backbone's 1024 positions"),
-        (["--prompt", "x", "--num-beams", "0"], "num_beams must be"),
+        (["--prompt", "x", "--num-beams", "0"], "--num-beams must be at least 1"),
         (["--data", "nowhere.jsonl"], "no such file"),
         ([], "there is no prompt"),
     ],

@@ -86,7 +86,7 @@ def test_a_finished_selection_outlives_what_fails_after_it(tmp_path: Path, capsy
     short.write_text("".join(json.dumps({"text": f"row {i}", "label": "ab"[i % 2]}) + "\n" for i in range(20)))
     # Own rows fit, those that are selected do not: known only once they are chosen, and on every machine.
     sets = {f"data.{split}.files": short for split in ("train", "dev", "test")}
-    wild = {**WARM, **sets, "train.max_cut": 0}
+    wild = {**WARM, **sets, "train.max_cut": 0, "data.checks.copies": "off"}
     assert run(["train", "warmup", "--out", str(out), *flags(wild)]) == 2
     told = capsys.readouterr()
     assert "train.max_cut" in told.err
@@ -95,7 +95,8 @@ def test_a_finished_selection_outlives_what_fails_after_it(tmp_path: Path, capsy
     assert {"manifest.json", "scores.parquet", "selected.jsonl"} <= chosen.keys()
     assert run(["train", "--resume", str(out)]) == 2, "the setting is still what it was"
     assert contents(out / "selection") == chosen, "what is finished is not made again"
-    again = flags({**QUICK, "data.train.files": out / "selection" / "selected.jsonl", "data.train.limit": 10})
+    limits = {f"data.{split}.limit": "null" for split in ("train", "dev", "test")}
+    again = flags({**QUICK, **limits, "data.train.files": out / "selection" / "selected.jsonl"})
     assert run(["train", "language-model", "--out", str(tmp_path / "other"), *again]) == 0
 
 

@@ -149,7 +149,7 @@ def test_scores_that_took_long_are_kept_with_what_is_to_be_read_again(tmp_path: 
     from experiments.select import select as journey
 
     words = ["select", "warmup", "--select.pool.limit", "300", "--select.budget", "60", "--select.checks", "false"]
-    words += ["--method", "cynical"]
+    words += ["--method", "cynical", "--select.method.repeats", "8"]
     assert run([*words, "--out", str(tmp_path / "whole")]) == 0
     assert manifest(tmp_path / "whole")["most_times"] > 1
     monkeypatch.setattr(journey, "_LONG_S", 0.0)

@@ -14,6 +14,7 @@ def started(monkeypatch) -> list[int]:
     """One entry for each selection that was begun; none of them reads anything."""
     begun: list[int] = []
     monkeypatch.setattr("experiments.select.select.select", lambda *_, **__: begun.append(1))
+    monkeypatch.setattr("flatshift.outcome.of_selection", lambda *_: None)
     return begun
 
 
@@ -26,7 +27,7 @@ METHOD = "--select.method"
         (("--method", "gotd", "--epsilon", "0"), "--epsilon: select.method.epsilon must be above 0, got 0"),
         (
             ("--method", "gotd", "--epsilon", "inf"),
-            "--epsilon: select.method.epsilon must be above 0 and finite, got inf",
+            "--epsilon must be a finite number, got inf",
         ),
         (("--method", "gotd", "--memory", "-1"), "--memory: select.method.memory_gib must be at least 0.001, got -1"),
         (

@@ -129,7 +129,7 @@ def test_the_command_prints_what_the_file_holds(finished: Path, capsys: pytest.C
     "flags, message",
     [
         (["--sharpness-batches", "2"], "--sharpness-batches has a meaning with --sharpness only"),
-        (["--sharpness", "--sharpness-batches", "0"], "--sharpness-batches: 0"),
+        (["--sharpness", "--sharpness-batches", "0"], "--sharpness-batches must be at least 1"),
         (["--sharpness", "--sharpness-sigmas", "-1"], "sharpness.sigmas"),
         (["--sharpness", "--sharpness-split", "dev", "--data", "rows.jsonl"], "exclude each other"),
         (["--sharpness", "--mesh.dp", "2"], "sharpness is measured in one process; add --mesh.dp 1"),

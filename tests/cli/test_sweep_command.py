@@ -388,7 +388,7 @@ def test_a_dead_hosts_cells_are_taken_over_and_nothing_stays(cheap: Sweep, tmp_p
         (("--shared", "--part", "1/2"), "--shared runs each cell of one plan once; --part asks for more"),
         (("--shared", "--rerun-failed"), "--rerun-failed asks for more"),
         (("--lease", "5"), "--lease has a meaning with --shared only"),
-        (("--shared", "--lease", "0.1"), "give 1 to 86,400 seconds"),
+        (("--shared", "--lease", "0.1"), "--lease must be at least 1"),
     ],
 )
 def test_what_a_shared_sweep_refuses(cheap: Sweep, tmp_path: Path, capsys, flags, said) -> None:
