@@ -224,14 +224,16 @@ def _own_train(where: str) -> list[str] | None:
 
 
 def held_out_lines(resolved: Resolved) -> list[str]:
-    """Sentences on the dev and test rows of a shipped recipe beside training rows of the user's own."""
-    origins = resolved.origins
+    """Sentences on the rows that a run on the user's own training rows is evaluated by."""
+    origins, share = resolved.origins, resolved.recipe.data.holdout
     emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(OWN_ROWS)]
     if (why := origins.get("data.holdout", "")).endswith(OWN_ROWS):
         return [f"data.holdout: {HELD_OUT:g} for dev and as much for test ({why})"]
     if emptied:
         names = " and ".join(emptied)
-        return [f"{names}: not the sample of the recipe ({origins[f'data.{emptied[0]}.files']})"]
+        if share:
+            return [f"{names}: {share:g} of the training rows each are held out (data.holdout)"]
+        return [f"{names}: no rows to evaluate by; set data.holdout, or name data.{emptied[-1]}.files"]
     return []
 
 

