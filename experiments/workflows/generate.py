@@ -153,6 +153,8 @@ def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
 def adapted_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
     """The recipe of a run that has an adapter, which nobody has compared yet; raises UserError otherwise."""
     recipe = readable(resume_recipe(path, overrides).recipe)
+    if (path / "scores.parquet").is_file():
+        raise UserError(f"{path} is a selection and has no adapter; `flatshift train warmup --select.from {path}` does")
     if not (path / "adapter").is_dir():
         raise UserError(f"{path} has no adapter yet; finish it with `{resume_command(path)}`")
     return recipe

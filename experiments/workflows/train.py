@@ -590,9 +590,8 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
             with watchdog.unhurried("evaluating the cold backbone"):
                 found = judge_cold(recipe, cold, tokenizer, prepared, context.run.path, watch=context.watch)
             for split, metrics in found.items():
-                context.console.say(
-                    f"backbone alone, {recipe.eval.cold:,} rows of {split}: {', '.join(shown(metrics))}"
-                )
+                rows = max(metric.get("n", 0) for metric in metrics.values())
+                context.console.say(f"backbone alone, {rows:,} rows of {split}: {', '.join(shown(metrics))}")
             if finished is not None:
                 finished.add("cold", found)
     if world.is_main:
