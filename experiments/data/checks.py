@@ -286,7 +286,7 @@ class RowChecks:
 
 # ---------------------------------------------------------------------------------------------------- what a row says
 
-_CHOSEN = ("rank", "score", "source", "repeat_of")
+_CHOSEN = ("rank", "score", "repeat_of")
 """Columns that a selection adds to the records that it chose."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
