@@ -28,7 +28,7 @@ _VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "
 
 @dataclass(frozen=True)
 class Family:
-    """How a backbone of it is made, and what it is trained for."""
+    """Recipe of its backbone, and its task."""
 
     name: str
     model: str

@@ -280,7 +280,7 @@ def families(bench: Benchmark, scratch: Path) -> None:
 
 
 def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]:
-    """What was compared of each folder, and what there is to know of the others."""
+    """The comparisons of each folder, and notes on the others."""
     from experiments.workflows.deployment import deploy
     from experiments.workflows.export import export
     from experiments.workflows.merge import merge

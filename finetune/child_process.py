@@ -1,4 +1,4 @@
-"""How Python processes of ours begin: without the current directory on their path, where a user's `finetune.py` or
+"""Start of our Python processes: without the current directory on their path, where a user's `finetune.py` or
 `random.py` may lie."""
 
 from __future__ import annotations

@@ -448,7 +448,7 @@ Severity = Literal["refuse", "warn", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataChecks:
-    """What is looked for in the rows before step 1. Each kind is refused above the share `most`, only reported
+    """Checks of the rows before step 1. Each kind is refused above the share `most`, only reported
     (`warn`), or not looked for (`off`)."""
 
     copies: Severity = "refuse"
@@ -507,7 +507,7 @@ class Data:
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """A malformed row stops the run with its file:line, or is skipped and counted."""
     checks: DataChecks = field(default_factory=DataChecks)
-    """What is looked for in the rows before step 1."""
+    """Checks of the rows before step 1."""
     cache: str | None = "auto"
     """Directory that keeps encoded rows for later runs, by the content they were made of. `auto`: for inputs above
     8 MB, under FLATSHIFT_CACHE or the user's cache directory; null: nothing is kept."""

@@ -121,8 +121,8 @@ def shortened(text: str, most: int = 60) -> str:
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""What a terminal obeys and nobody sees: control characters but for tabs and line ends, orders to write in the other
-direction, and halves of surrogate pairs, which no terminal takes."""
+"""Signs that a terminal obeys and nobody sees: control characters but for tabs and line ends, orders to write in the
+other direction, and halves of surrogate pairs, which no terminal takes."""
 
 
 def printable(text: str) -> str:

@@ -180,7 +180,7 @@ def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
 
 
 def resume_command(path: str | Path) -> str:
-    """What to type so that the run in `path` goes on, for a shell."""
+    """Shell command that resumes the run in `path`."""
     return shlex.join(["flatshift", "train", "--resume", str(path)])
 
 

@@ -98,7 +98,7 @@ class _PlainOutput:
 
 
 def _plain_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
-    """What a command prints to stdout, but for the colours of `--help`, goes through `printable`."""
+    """Output of a command to stdout, but for the colours of `--help`, goes through `printable`."""
     if {"-h", "--help"} & {*argv}:
         return contextlib.nullcontext()
     return contextlib.redirect_stdout(cast("TextIO", _PlainOutput(sys.stdout)))

@@ -65,7 +65,7 @@ def recipe_words(argv: list[str], flags: type, *, without: str) -> list[str]:
 
 
 def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """What is left of a command line, and its recipe keys: (key, flag, value)."""
+    """The rest of a command line, and its recipe keys: (key, flag, value)."""
     own = {field.name for field in dataclasses.fields(flags)}
     rest: list[str] = []
     given = []

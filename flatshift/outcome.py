@@ -94,7 +94,7 @@ def _files(recipe: dict[str, Any], split: str) -> list[str]:
 
 
 def of_prediction(path: Path, data: Sequence[str]) -> None:
-    """How to judge what was predicted of `data`, where its rows have answers; and where to go with the run."""
+    """Print the next commands after a prediction of `data`, with its evaluation where rows have answers."""
     commands = [["flatshift", "report", str(path)], *_to_hand_on(path)]
     if _has_answers(path, data):
         commands.insert(0, ["flatshift", "eval", str(path), "--data", *data])

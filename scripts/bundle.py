@@ -92,7 +92,7 @@ class Target:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What markers of requirements are evaluated in."""
+        """Environment in which markers of requirements are evaluated."""
         mine = {name: str(value) for name, value in default_environment().items()}
         return mine | {
             "python_version": self.python,

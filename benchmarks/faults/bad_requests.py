@@ -1,4 +1,4 @@
-"""What finished runs, plans, studies and stores must not be asked."""
+"""Requests that finished runs, plans, studies and stores must refuse."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Setting:
     number: bool
 
     def values(self) -> Iterator[str]:
-        """Those that mean nothing here, as a command line has them."""
+        """Values that mean nothing here, as a command line has them."""
         key = self.key.replace("select.method.inside.", "select.method.")
         for value in NUMBERS if self.number else ("",):
             if key not in MEANT.get(value, ()):

@@ -74,7 +74,7 @@ class Device:
             torch.cuda.reset_peak_memory_stats(self.torch)
 
     def computes(self) -> bool:
-        """Whether it still gives right results: after an illegal access nothing works in a context any more."""
+        """True while it gives right results: after an illegal access nothing works in a context any more."""
         import torch
 
         try:

@@ -37,7 +37,7 @@ KINDS = (
     "preference",
 )
 PACKED = ("language-model", "completion", "chat")
-"""Those whose rows can be packed."""
+"""Kinds whose rows can be packed."""
 REGULARIZERS = ("plain", "ggpo", "mgpo")
 BACKBONES = {"seq2seq": "flatshift-t5-3m", "masked-lm": "flatshift-encoder-3m"}
 """Those that are not `flatshift-5m`."""

@@ -240,7 +240,7 @@ def _cause(code: int, said: str, stopped: bool) -> str:
 
 
 def _place(commit: str | None) -> dict[str, Any]:
-    """What a kept result says of the tree and the machine."""
+    """Tree and machine of a kept result."""
     place = where(PACKAGES)
     return {**place, "commit": place["commit"] or commit or "unknown"}
 

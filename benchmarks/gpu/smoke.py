@@ -163,7 +163,7 @@ def waits(
     warm: int = 3,
     updates: int = 12,
 ) -> Figures:
-    """How often the host waits for the device in the update that waits most, and where; lines come due on the way."""
+    """Waits of the host for the device in the update that waits most, with their places; lines come due on the way."""
     from benchmarks._rehearsal import REGULARIZERS
     from benchmarks.gpu.llama import Shape
     from benchmarks.gpu.speed import Case, stage_of

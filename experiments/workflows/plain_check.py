@@ -147,7 +147,7 @@ def offloaded(model: Any) -> Callable[[str], Any]:
 
 
 def is_hollow(parameter: Any) -> bool:
-    """Whether a parameter has no values of its own."""
+    """True if a parameter has no values of its own."""
     return bool(parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
 
 
@@ -222,7 +222,7 @@ def ends_of(model: Any, asked: Mapping[str, Any]) -> list[int]:
 
 
 def generate(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **how: Any) -> list[int]:
-    """What `generate` writes behind a prompt, tokens."""
+    """Tokens that `generate` writes behind a prompt."""
     import torch
 
     ids = torch.tensor([prompt["ids"]])
@@ -249,7 +249,7 @@ def answer(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends
 
 
 def stops_at(model: Any, end: int, asked: Mapping[str, Any], ends: list[int]) -> bool:
-    """Whether `generate`, by the folder's settings, goes no further than `end`, which it is made to write first."""
+    """True if `generate`, by the folder's settings, goes no further than `end`, which it is made to write first."""
 
     def force(ids: Any, scores: Any) -> Any:
         scores[:] = -1e9

@@ -26,7 +26,7 @@ _ANEW = {"log.txt", "sharpness.json", "harness.json"}
 
 
 def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> bool:
-    """Whether every part of the run is there, with as many steps and evaluated as the recipe asks for; `drawn`: its
+    """True if every part of the run is there, with as many steps and evaluated as the recipe asks for; `drawn`: its
     page too. before: the recipe that the run has."""
     if (recipe.eval, recipe.task) != (before.eval, before.task):
         return False
@@ -39,7 +39,7 @@ def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> b
 
 
 def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
-    """Whether the fine-tune has made all its updates, the run's adapter is the one that it left, and only the
+    """True if the fine-tune has made all its updates, the run's adapter is the one that it left, and only the
     evaluation is missing.
 
     Of a head that was folded back into the targets' own units (`Task.own_units`) the weights are others by intent.

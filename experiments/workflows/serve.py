@@ -24,7 +24,7 @@ _LONGEST = 4 << 20
 _DECODING = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _TAKEN = ("temperature", "top_p", "seed")
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logprobs": False, "logit_bias": {}}
-"""What clients send along without asking for anything: at these values, or null."""
+"""Parameters that clients send along without asking for anything: at these values, or null."""
 _IGNORED = {"model", "messages", "prompt", "stream", "user", "n", "stop", "stream_options", *_DECODING, *_TAKEN}
 
 

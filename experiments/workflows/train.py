@@ -259,7 +259,7 @@ def resume(
 
 
 def _stretched(recipe: Recipe, before: Recipe, path: Path) -> str | None:
-    """What becomes of the learning rate where a run that has not ended is to make other steps."""
+    """Line on the learning rate of an unfinished run that gets another number of steps."""
     made, steps = updates_made(path), recipe.train.steps
     if steps == before.train.steps or (path / "stages" / FINE_TUNE / DONE).is_file() or made >= steps:
         return None

@@ -254,7 +254,7 @@ class Losses:
 
 
 Made = tuple[Example | list[Example] | str, Cut]
-"""What became of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
+"""Result of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
 
 
 class Encoder:
@@ -468,7 +468,7 @@ class Encoder:
 
 
 def _has_edges(text: str) -> bool:
-    """Whether pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
+    """True if pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
     that repeats, where a tokenizer sets its edges may depend on what is far away."""
     if 256 * len(text.split()) >= len(text):
         return True

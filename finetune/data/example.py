@@ -95,7 +95,7 @@ class Question:
     stop: int | None = None
     """The token that ends the answer, beside the end of sequence."""
     lead: str = ""
-    """What a chat template writes between the prompt and an answer's own words, such as a blank."""
+    """Text that a chat template writes between the prompt and an answer's own words, such as a blank."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Encoded:
     split: int = 0
     """Samples that were longer than `max_length`, and read in pieces."""
     pieces: int = 0
-    """How many."""
+    """Number of pieces that such samples were read in."""
     notes: tuple[str, ...] = ()
     """What else there is to know before the first step, a sentence each."""
 

@@ -46,7 +46,7 @@ _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(r'\{\s*"data"\s*:\s*\[\s*\{')
-"""How rows begin that are an array under `data`; a line of JSONL with such a column is not meant."""
+"""Begin of a file whose rows are an array under `data`; a line of JSONL with such a column is not meant."""
 _OPEN = re.compile(r'\[|\{\s*"data"\s*:\s*\[')
 
 
@@ -125,7 +125,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
-    """Those of a directory's `entries` that are files in a format that is known; hidden ones and others are left out,
+    """The `entries` of a directory that are files in a format that is known; hidden ones and others are left out,
     and texts beside files of records.
 
     Raises UserError as `shards`.
@@ -302,7 +302,7 @@ def _document(path: DataFile) -> Iterator[Record]:
 
 
 def _is_array(path: DataFile, kind: str) -> bool:
-    """Whether a `.json` file holds one array, or one as `{"data": […]}`, not an object a line."""
+    """True if a `.json` file holds one array, or one as `{"data": […]}`, not an object a line."""
     if kind != ".json":
         return False
     head = b""

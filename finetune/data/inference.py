@@ -123,7 +123,7 @@ class Inference:
 
     @property
     def is_heard(self) -> bool:
-        """Whether anybody follows the progress."""
+        """True if somebody follows the progress."""
         return self.beat is not _unheard
 
     def unheard(self) -> Inference:

@@ -80,7 +80,7 @@ class Row:
     nulls: int = 0
     """As `Record.nulls`."""
     form: str = ""
-    """What `messages` or `prompt` was made of, where the record has no such column: a name of `FORMS`, `PROMPTS` or
+    """Source of `messages` or `prompt`, where the record has no such column: a name of `FORMS`, `PROMPTS` or
     `PAIRS`, or `SHARED`."""
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..parallel.engine import Engine
 
 _NOISE = 10.0
-"""How much above its own noise a difference has to be for a leak, on a model that does not repeat its bits."""
+"""Factor above its own noise from which a difference is a leak, on a model that does not repeat its bits."""
 
 
 def refuse_leaks(

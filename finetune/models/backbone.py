@@ -438,7 +438,7 @@ def no_class(task: Task, where: str) -> UserError:
 
 
 REFUSED = (OSError, ValueError, KeyError, RuntimeError, ImportError)
-"""What transformers raises where it cannot make a model; of a quantised one whose package is missing the last."""
+"""Errors of transformers where it cannot make a model; of a quantised one whose package is missing the last."""
 
 
 def refusal(error: Exception, task: Task, where: str) -> UserError:

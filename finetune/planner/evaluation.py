@@ -1,4 +1,4 @@
-"""What an evaluation will hold in memory and how long it will be, in closed form, said before step 1.
+"""Memory and length of an evaluation in closed form, printed before step 1.
 
 Nothing is kept for a backward pass: the most is what one block makes of a batch of the longest rows, or the cache of
 keys and values and the logits of the last places where answers are written. Long is measured in updates, each of which
@@ -35,10 +35,10 @@ class EvaluationPlan:
     memory: int
     """Bytes beside weights and adapter."""
     passes: float
-    """What it computes, in tokens read."""
+    """Its computation, in tokens read."""
 
     def updates(self, tokens: float) -> float:
-        """How many updates of so many `tokens` take as long."""
+        """Number of updates of so many `tokens` that take as long."""
         return self.passes / (_PASSES * max(tokens, 1))
 
     def line(self, rows: str, *, tokens: float, seconds: float | None) -> str:

@@ -92,7 +92,7 @@ class Sizes:
     positions: int | None = None
     """Tokens of the longest row that the backbone was made for; None: it does not say."""
     bounded: bool = False
-    """Whether positions are a table, which has no row beyond those."""
+    """True if positions are a table, which has no row beyond those."""
     layers: tuple[tuple[int, int], ...] = ()
     """(rows, columns) of each adapted matrix."""
     outputs: int = 0

@@ -31,7 +31,7 @@ class Chat(Objective):
     turns: Literal["all", "last"] = "all"
     """Which turns of the assistant are supervised."""
     template: str = "auto"
-    """How a conversation is written. `auto`: by the tokenizer's own chat template; where it has none by `base`. A file
+    """Form of a conversation. `auto`: by the tokenizer's own chat template; where it has none by `base`. A file
     of Jinja text, or one that ships: `base` (<|user|>, <|assistant|> and tools in plain text), `plain` (User: …,
     Assistant: …), `alpaca`, which need no token but the end of sequence; `chatml`, `hermes` (ChatML with tools),
     `llama3`, `gemma`, `mistral`, for backbones that know their tokens."""

@@ -43,7 +43,7 @@ class Progress:
     best_figure: float | None = None
     misses: int = 0
     unjudged: bool = False
-    """Whether the dev evaluation after `step` is still to be made."""
+    """True while the dev evaluation after `step` is still to be made."""
     stopped_early: bool = False
     skipped: int = 0
     """Updates left out because their loss or gradient was not a finite number."""

@@ -63,7 +63,7 @@ class Schedule:
         return learning_rate(step - self.begin, steps=self.steps - self.begin, optimizer=self.optimizer)
 
     def line(self) -> str:
-        """What becomes of the rate where training goes on, for a person."""
+        """Sentence on the rate where training goes on."""
         meaning = {
             "stretch": f"that of a run of {self.steps:,} updates",
             "rewarm": "by a schedule of their own",

@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 
 def compared_lines(result: dict[str, Any] | None) -> list[str]:
-    """What plain transformers made of a folder, for a person (`experiments.workflows.folder_check.compare`)."""
+    """Lines on the comparison of a folder with the run (`experiments.workflows.folder_check.compare`)."""
     if result is None:
         return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
     if "unread" in result:

@@ -211,7 +211,7 @@ class Parts:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether calling the module computes other values than its class's forward."""
+    """True if calling the module computes other values than its class's forward."""
     before = [hook for hook in module._forward_pre_hooks.values() if not getattr(hook, "keeps_values", False)]
     return bool(module._forward_hooks or before or module._backward_hooks) or "forward" in vars(module)
 

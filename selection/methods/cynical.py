@@ -51,8 +51,8 @@ class Cynical:
     minimum: int = 8
     """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
     repeats: int = 1
-    """How often a text may be taken. Above 1 it is taken again where that lowers the cross-entropy more than any text
-    not yet taken, and the budget counts each time."""
+    """Number of times that a text may be taken. Above 1 it is taken again where that lowers the cross-entropy more
+    than any text not yet taken, and the budget counts each time."""
 
     def __post_init__(self) -> None:
         check(self, "mixture", above=0, most=0.99)

@@ -53,7 +53,7 @@ class Sample:
     spans: tuple[Span, ...]
     """Start and end, in characters, of what is supervised, in order and apart."""
     last: int
-    """Where in `text` the last answer begins, behind thoughts without a word that are not supervised."""
+    """Index in `text` at which the last answer begins, behind thoughts without a word that are not supervised."""
 
 
 @dataclass(frozen=True, slots=True)

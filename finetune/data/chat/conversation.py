@@ -195,7 +195,7 @@ def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _json(value: Any) -> Any:
-    """What JSON text says, or the value itself; None: text of another kind."""
+    """The value of JSON text, or the value itself; None: text of another kind."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

@@ -263,7 +263,7 @@ class ChatEncoder:
             )
 
     def template_notes(self) -> Iterator[str]:
-        """What the template made of the turns otherwise than one might think, a sentence each."""
+        """Sentences on turns that the template writes otherwise than one might think."""
         if self.answers.asked_otherwise:
             yield (
                 f"{self.answers.asked_otherwise:,} answers do not follow the template's generation prompt word for "

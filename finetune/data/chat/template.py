@@ -122,7 +122,7 @@ def with_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
 
 
 def _literal(value: Any) -> str:
-    """What JSON can hold, as Jinja writes it."""
+    """A JSON value as Jinja writes it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, dict):
@@ -174,7 +174,7 @@ class ChatTemplate:
         return missing
 
     def reads(self, argument: str) -> bool:
-        """Whether the template reads a variable of this name."""
+        """True if the template reads a variable of this name."""
         return any(re.search(rf"\b{argument}\b", text) for text in self._texts())
 
     def _texts(self) -> list[str]:
@@ -193,7 +193,7 @@ class ChatTemplate:
 
     @property
     def with_tools(self) -> str:
-        """What to do where it writes no tools: a clause that names a shipped template that does; empty if this is
+        """Advice where it writes no tools: a clause that names a shipped template that does; empty if this is
         one."""
         if self._ships in _WITH_TOOLS:
             return ""
