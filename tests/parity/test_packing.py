@@ -83,7 +83,7 @@ def test_the_same_samples_packed_mixed_or_in_groups_of_like_length_have_one_loss
         assert samples == found[0][0]
         torch.testing.assert_close(total, found[0][1], rtol=1e-5, atol=0)
         for name, value in found[0][2].items():
-            torch.testing.assert_close(gradient[name], value, rtol=1e-4, atol=1e-5, msg=name)
+            assert (gradient[name] - value).norm() <= 1e-4 * value.norm(), name
 
 
 @pytest.mark.parametrize(("kind", "attention"), KINDS)

@@ -117,7 +117,7 @@ def test_a_backbone_inside_a_package(tmp_path, monkeypatch, source):
     assert open_backbone("package:some_models/bert").directory == tmp_path / "some_models" / "bert"
     for name, words in (
         ("package:some_models/gpt", "has no folder 'gpt'"),
-        ("package:no_such_models/x", "pip install no-such-models"),
+        ("package:no_such_models/x", "pip install --no-deps no-such-models"),
         ("package:../etc", "not installed"),
     ):
         with pytest.raises(UserError, match=words):

@@ -277,7 +277,7 @@ def test_a_stage_and_its_resumption_train_by_it(tmp_path, source, on_cuda, monke
     monkeypatch.setattr(fused_loss, "is_cuda", lambda device: False)
     plain = stage(tmp_path / "plain")
     assert len(called) == 3
-    assert all(torch.allclose(once[name], plain[name], rtol=0, atol=1e-5) for name in once)
+    assert all((once[name] - plain[name]).norm() <= 1e-4 * plain[name].norm() for name in once)
 
 
 @pytest.mark.gpu

@@ -139,7 +139,7 @@ def test_clusters_are_read() -> None:
     ("words", "said"),
     [
         (["--gpus", "8xH10"], "H100-80"),
-        (["--gpus", "0xT4"], "do not divide"),
+        (["--gpus", "0xT4"], "give 1 to 1,000,000 devices"),
         (["--gpus", "10xT4", "--node", "4"], "--node 4"),
         (["--model", "nowhere-7b"], "nowhere-7b"),
         (["--price", "-1"], "above 0"),
