@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.parallel.mesh import AXES, World
+from flatshift.finetune.parallel.mesh import AXES, World
 
 SCALARS = "scalars"
 _SMALL = 64

@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks._harness import ROOT
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.config import Sweep
-from experiments.recipe.key import recipe_key
-from experiments.recipe.tree import Branch
-from experiments.results.cells import FORMAT, MARKER, RESULT
-from experiments.results.sweep import STEP
-from experiments.studies.cell import Cell
-from experiments.studies.sweep.axes import Axes, as_values
-from experiments.studies.sweep.plan import plan_cells
-from experiments.studies.sweep.table import write_table
-from finetune.atomic import write_json, write_text
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.config import Sweep
+from flatshift.experiments.recipe.key import recipe_key
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.results.cells import FORMAT, MARKER, RESULT
+from flatshift.experiments.results.sweep import STEP
+from flatshift.experiments.studies.cell import Cell
+from flatshift.experiments.studies.sweep.axes import Axes, as_values
+from flatshift.experiments.studies.sweep.plan import plan_cells
+from flatshift.experiments.studies.sweep.table import write_table
+from flatshift.finetune.atomic import write_json, write_text
 
 _EVERY = 20.0  # seconds between two looks for finished cells
 

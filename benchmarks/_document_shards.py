@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks._harness import Benchmark, PeakMemory, in_child
-from finetune.data.rows import read_rows
-from selection.hygiene import Hygiene, Length, NearDuplicates, clean
+from flatshift.finetune.data.rows import read_rows
+from flatshift.selection.hygiene import Hygiene, Length, NearDuplicates, clean
 
 MIB = 2**20
 

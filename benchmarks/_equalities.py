@@ -2,7 +2,7 @@
 
 A *subject* is what is trained (a model and a regularizer), a *layout* is how (a mesh, accumulation, packing, where it
 is stopped and resumed). A *course* is what came out: the losses of all updates and the gradients of the first. The
-product's own stage loop makes it (`finetune.train.loop.train_stage` over `build_engine`).
+product's own stage loop makes it (`flatshift.finetune.train.loop.train_stage` over `build_engine`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.encoding import Example
-from finetune.errors import Interrupted
-from finetune.models.backbone import quiet_transformers
-from finetune.parallel.build import build_engine
-from finetune.parallel.engine import Engine
-from finetune.parallel.layout import local
-from finetune.parallel.mesh import World
-from finetune.planner.rules import Settings, check_settings
-from finetune.run_directory import RunDirectory
-from finetune.seeds import torch_generator
-from finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import GGPO, Plain, Regularizer, build
+from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import Example
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.models.backbone import quiet_transformers
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.layout import local
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.seeds import torch_generator
+from flatshift.finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import GGPO, Plain, Regularizer, build
 
 STEPS, SEED = 16, 7
 LABELS = ("0", "1", "2")

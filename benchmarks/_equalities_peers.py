@@ -32,9 +32,9 @@ from benchmarks._equalities import (
     examples,
     regularizer,
 )
-from finetune.models.backbone import quiet_transformers
-from finetune.models.weight_names import canonical
-from finetune.seeds import derive
+from flatshift.finetune.models.backbone import quiet_transformers
+from flatshift.finetune.models.weight_names import canonical
+from flatshift.finetune.seeds import derive
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks._harness import ROOT, Benchmark, cpu_clock
 from benchmarks._instructions import rehearsal
-from finetune.data.rows import read_rows
+from flatshift.finetune.data.rows import read_rows
 
 TESTS = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist"]
 

@@ -33,9 +33,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks import _instructions
-from finetune.atomic import write_json
-from finetune.compute.process_memory import process_bytes
-from finetune.processor import processor
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.compute.process_memory import process_bytes
+from flatshift.finetune.processor import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from experiments.data.splits import prepare
-from experiments.recipe import load_recipe
-from experiments.recipe.tree import from_override
-from experiments.workflows.build import lay_out
-from finetune.data.inference import Inference
-from regularizers import Plain, RegularizerConfig, build
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.tree import from_override
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.finetune.data.inference import Inference
+from flatshift.regularizers import Plain, RegularizerConfig, build
 
 
 @dataclass(frozen=True)

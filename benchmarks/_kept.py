@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.results.cells import RESULT
-from finetune.atomic import write_json, write_text
+from flatshift.experiments.results.cells import RESULT
+from flatshift.finetune.atomic import write_json, write_text
 
 
 def studied(out: Path, kept: Path, name: str, study: Callable[..., dict[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks._harness import ROOT, Benchmark
 from benchmarks._sized import Sizes, save_backbone
-from finetune import assets
+from flatshift.finetune import assets
 
 SHIPPED = "flatshift-5m"
 SIZES = Sizes(hidden=1024, inner=2816, blocks=16, vocabulary=4096, tokens=64)

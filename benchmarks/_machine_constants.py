@@ -59,7 +59,7 @@ class Constant:
 
 def texts(count: int = TEXTS) -> list[str]:
     """Of the pool that ships."""
-    from finetune.data.rows import read_rows
+    from flatshift.finetune.data.rows import read_rows
 
     found = [str(row.values["text"]) for row, _ in zip(read_rows(["sample:pool"]), range(count), strict=False)]
     if len(found) < count:
@@ -75,9 +75,9 @@ def transport() -> Work:
     import numpy as np
     import torch
 
-    from selection.transport.kernel import Streamed
-    from selection.transport.problem import pose
-    from selection.transport.rows import StreamedRows
+    from flatshift.selection.transport.kernel import Streamed
+    from flatshift.selection.transport.problem import pose
+    from flatshift.selection.transport.rows import StreamedRows
 
     draw = np.random.Generator(np.random.PCG64(0))
     x, y = (draw.standard_normal((size, 384)).astype(np.float32) for size in (16_384, 1000))
@@ -87,8 +87,8 @@ def transport() -> Work:
 
 def signatures() -> Work:
     """MinHash signatures of the pool's shingles, 128 permutations."""
-    from selection.hygiene.duplicates import MinHasher
-    from selection.hygiene.shingles import Shingler
+    from flatshift.selection.hygiene.duplicates import MinHasher
+    from flatshift.selection.hygiene.shingles import Shingler
 
     hashes, counts = Shingler("char", 5)(texts() * 4)
     return lambda: MinHasher(128, 0).signatures(hashes, counts)
@@ -96,7 +96,7 @@ def signatures() -> Work:
 
 def shingles() -> Work:
     """Hashed character shingles of the pool."""
-    from selection.hygiene.shingles import Shingler
+    from flatshift.selection.hygiene.shingles import Shingler
 
     found = texts() * 8
     return lambda: Shingler("char", 5)(found)
@@ -106,8 +106,8 @@ def duplicates() -> Work:
     """Near duplicates among texts of the pool and copies of them with every twentieth word changed."""
     import numpy as np
 
-    from selection.hygiene.config import NearDuplicates as Settings
-    from selection.hygiene.duplicates import NearDuplicates
+    from flatshift.selection.hygiene.config import NearDuplicates as Settings
+    from flatshift.selection.hygiene.duplicates import NearDuplicates
 
     found = texts()
     twins = [" ".join("x" if i % 20 == 19 else w for i, w in enumerate(text.split())) for text in found]
@@ -121,7 +121,7 @@ def duplicates() -> Work:
 
 def repetition() -> Work:
     """Shares of repeated n-grams in the pool's texts."""
-    from selection.hygiene.filters import shares
+    from flatshift.selection.hygiene.filters import shares
 
     found = texts() * 8
     return lambda: shares(found)
@@ -129,7 +129,7 @@ def repetition() -> Work:
 
 def hashed_words() -> Work:
     """Hashed bags of words of the pool."""
-    from selection.features.tfidf import WordHasher
+    from flatshift.selection.features.tfidf import WordHasher
 
     found = texts() * 6
     return lambda: WordHasher(2**18).counts(found)
@@ -137,7 +137,7 @@ def hashed_words() -> Work:
 
 def tfidf() -> Work:
     """TF-IDF features of 18 k texts by a fitted embedder."""
-    from selection.features.tfidf import TfIdfEmbedder
+    from flatshift.selection.features.tfidf import TfIdfEmbedder
 
     found = texts()
     fitted = TfIdfEmbedder(dim=64, fit_rows=1000).fit(found)
@@ -146,7 +146,7 @@ def tfidf() -> Work:
 
 def ngrams() -> Work:
     """Hashed n-grams of the pool (DSIR)."""
-    from selection.methods.dsir import NgramHasher
+    from flatshift.selection.methods.dsir import NgramHasher
 
     found = texts() * 4
     return lambda: sum(len(lengths) for _, lengths in NgramHasher(10_000).batches(found))
@@ -156,7 +156,7 @@ def row_norms() -> Work:
     """Row norms of a bf16 weight of 4096 × 4096 with an adapter of rank 8 (GGPO)."""
     import torch
 
-    from regularizers.layers.frozen import adapted_squared_row_norms
+    from flatshift.regularizers.layers.frozen import adapted_squared_row_norms
 
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, 4096, generator=generator).bfloat16()
@@ -168,7 +168,7 @@ def dots() -> Work:
     """The inner product of two vectors of 16 M numbers, summed in float64 (sharpness)."""
     import torch
 
-    from regularizers.sharpness.spaces import dot
+    from flatshift.regularizers.sharpness.spaces import dot
 
     one = torch.randn(1 << 24, generator=torch.Generator().manual_seed(0))
     other = one.flip(0)
@@ -179,7 +179,7 @@ def resamples() -> Work:
     """A bootstrap interval of 2,000 documents."""
     import numpy as np
 
-    from finetune.evaluate.bootstrap import interval
+    from flatshift.finetune.evaluate.bootstrap import interval
 
     nats, tokens = np.random.Generator(np.random.PCG64(0)).random((2, 2000)) + 1.0
     return lambda: interval([nats, tokens], lambda a, b: a.sum(-1) / b.sum(-1), resamples=1500)
@@ -200,22 +200,24 @@ def stack(*, shared: bool) -> Work:
 
 
 CONSTANTS = {
-    "tile of a pass over the pool": Constant("selection.transport.kernel:TILE_BYTES:cpu", transport),
-    "tile of MinHash": Constant("selection.hygiene.duplicates:_TILE", signatures),
-    "tile of shingles": Constant("selection.hygiene.shingles:_TILE", shingles),
-    "shingles compared at a time": Constant("selection.hygiene.duplicates:_BATCH", duplicates),
-    "words of repetition at a time": Constant("selection.hygiene.filters:_WORDS_AT_ONCE", repetition),
-    "texts of hashed words at a time": Constant("selection.features.tfidf:_BATCH", hashed_words),
-    "texts of TF-IDF at a time": Constant("selection.features.tfidf:_CHUNK", tfidf),
-    "texts of hashed n-grams at a time": Constant("selection.methods.dsir:_BATCH", ngrams),
-    "elements of row norms at a time": Constant("regularizers.layers.frozen:_CHUNK", row_norms),
-    "elements of inner products at a time": Constant("regularizers.sharpness.spaces:_CHUNK", dots),
-    "numbers of a bootstrap at a time": Constant("finetune.evaluate.bootstrap:_ELEMENTS", resamples),
-    "tokens of a stacked pass": Constant("finetune.stacked.passes:TOKENS:cpu", partial(stack, shared=False)),
+    "tile of a pass over the pool": Constant("flatshift.selection.transport.kernel:TILE_BYTES:cpu", transport),
+    "tile of MinHash": Constant("flatshift.selection.hygiene.duplicates:_TILE", signatures),
+    "tile of shingles": Constant("flatshift.selection.hygiene.shingles:_TILE", shingles),
+    "shingles compared at a time": Constant("flatshift.selection.hygiene.duplicates:_BATCH", duplicates),
+    "words of repetition at a time": Constant("flatshift.selection.hygiene.filters:_WORDS_AT_ONCE", repetition),
+    "texts of hashed words at a time": Constant("flatshift.selection.features.tfidf:_BATCH", hashed_words),
+    "texts of TF-IDF at a time": Constant("flatshift.selection.features.tfidf:_CHUNK", tfidf),
+    "texts of hashed n-grams at a time": Constant("flatshift.selection.methods.dsir:_BATCH", ngrams),
+    "elements of row norms at a time": Constant("flatshift.regularizers.layers.frozen:_CHUNK", row_norms),
+    "elements of inner products at a time": Constant("flatshift.regularizers.sharpness.spaces:_CHUNK", dots),
+    "numbers of a bootstrap at a time": Constant("flatshift.finetune.evaluate.bootstrap:_ELEMENTS", resamples),
+    "tokens of a stacked pass": Constant("flatshift.finetune.stacked.passes:TOKENS:cpu", partial(stack, shared=False)),
     "tokens of a pass that shares rows": Constant(
-        "finetune.stacked.passes:SHARED_TOKENS:cpu", partial(stack, shared=True)
+        "flatshift.finetune.stacked.passes:SHARED_TOKENS:cpu", partial(stack, shared=True)
     ),
-    "calls of a stacked pass, in tokens": Constant("finetune.stacked.passes:_CALLS:cpu", partial(stack, shared=False)),
+    "calls of a stacked pass, in tokens": Constant(
+        "flatshift.finetune.stacked.passes:_CALLS:cpu", partial(stack, shared=False)
+    ),
 }
 """By what each is: sizes that were measured on some machine. Numbers that only bound memory are not among them."""
 
@@ -241,13 +243,13 @@ def constant_times(what: str, rounds: int) -> dict[str, list[float]]:
 
 def attention_times(tokens: int, rounds: int) -> dict[str, list[float]]:
     """CPU-seconds of attention, forward and backward in bf16 over 16 rows and 8 heads of 32: as
-    `finetune.compute.numerics.attention` has it (`ours`), by batched products (`products`) and as torch chooses
-    (`torch`)."""
+    `flatshift.finetune.compute.numerics.attention` has it (`ours`), by batched products (`products`) and as torch
+    chooses (`torch`)."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    from finetune.compute.numerics import attention
+    from flatshift.finetune.compute.numerics import attention
 
     limit_threads(1)
     generator = torch.Generator().manual_seed(0)

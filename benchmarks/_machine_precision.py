@@ -53,9 +53,9 @@ def setting(backbone: str, rows: int, tokens: int) -> dict[str, Any]:
     """What auto takes here, and CPU-seconds of one update in either dtype by round."""
     import torch
 
-    from finetune.compute.precision import block_shape, choose
-    from finetune.config import Train
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.compute.precision import block_shape, choose
+    from flatshift.finetune.config import Train
+    from flatshift.finetune.models.backbone import open_backbone
 
     torch.set_num_threads(1)
     directory = _backbone(backbone)
@@ -98,14 +98,14 @@ def update(backbone: str, rows: int, tokens: int, precision: Any, *, narrow: boo
     """A ready forward and backward pass with LoRA on all layers; calling it makes the gradients of one update."""
     import torch
 
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.compute.loss import batch_loss, find_head
-    from finetune.compute.precision import autocast
-    from finetune.config import Adapter, Train
-    from finetune.data.micro_batch import MicroBatch
-    from finetune.models.load import load_backbone
-    from finetune.seeds import torch_generator
-    from finetune.tasks import Classify, LanguageModel
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.compute.loss import batch_loss, find_head
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.config import Adapter, Train
+    from flatshift.finetune.data.micro_batch import MicroBatch
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.seeds import torch_generator
+    from flatshift.finetune.tasks import Classify, LanguageModel
 
     task = Classify() if "encoder" in backbone else LanguageModel()
     names = ("a", "b", "c") if task.has_classes else None

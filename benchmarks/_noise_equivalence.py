@@ -59,7 +59,7 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 
 def draws(model: Any, loss: Callable[[], Tensor], sigma: float, *, dense: bool, seed: int = 0) -> Draws:
     """Perturb `model` (float32, its adapter as it is) until the mean rise is known well enough."""
-    from regularizers import FlatLora, build
+    from flatshift.regularizers import FlatLora, build
 
     weights = weights_of(model)
     kept = {name: weight.detach().clone() for name, weight in weights.items()}

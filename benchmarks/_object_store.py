@@ -59,7 +59,7 @@ def remote_rows(bench: Benchmark, *, records: int, rounds: int = 3) -> None:
 
 
 def _reader(pattern: str, records: int) -> Callable[[], None]:
-    from finetune.data.rows import read_rows
+    from flatshift.finetune.data.rows import read_rows
 
     def read() -> None:
         count = sum(1 for _ in read_rows([pattern]))

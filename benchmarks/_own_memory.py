@@ -4,7 +4,7 @@ Two measures of each configuration: what tensors take at the worst moment of an 
 profiler, on the rank that has most; and how much the process grew in resident memory by the kernel's own high-water
 mark, mapped weight files included, since before the backbone was there. The second also holds what the C library kept
 of what was given back to it, and what oneDNN compiled: an interval, which other models in other processes tell
-(`finetune.planner.calibration.process_slack`).
+(`flatshift.finetune.planner.calibration.process_slack`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks._harness import peak_bytes
 from benchmarks._ranks import on_ranks
-from finetune.compute.process_memory import peaks_during, process_bytes
+from flatshift.finetune.compute.process_memory import peaks_during, process_bytes
 
 HERE = "benchmarks._own_memory"
 
@@ -139,7 +139,7 @@ def save(case: Case, folder: str | Path) -> None:
 
 def settings(case: Case) -> tuple[Any, Any, Any]:
     """Mesh, adapter and train of a case."""
-    from finetune.config import Adapter, Mesh, Train
+    from flatshift.finetune.config import Adapter, Mesh, Train
 
     train = Train(
         max_length=case.tokens,
@@ -155,15 +155,15 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
     """The case laid out on its mesh; the function makes an update."""
     import torch
 
-    from finetune.compute import attention
-    from finetune.compute.numerics import without_input_casts
-    from finetune.compute.precision import autocast
-    from finetune.config import Optimizer
-    from finetune.data.micro_batch import MicroBatch
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import LanguageModel
-    from finetune.train.optimizer import AdapterOptimizer
+    from flatshift.finetune.compute import attention
+    from flatshift.finetune.compute.numerics import without_input_casts
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.config import Optimizer
+    from flatshift.finetune.data.micro_batch import MicroBatch
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.optimizer import AdapterOptimizer
 
     mesh, adapter, train = settings(case)
     task, device = LanguageModel(pack=False), torch.device("cpu")
@@ -216,8 +216,8 @@ def held(folder: str, case: dict[str, Any]) -> dict[str, float]:
 
 def predicted(folder: str | Path, case: Case) -> int:
     """The plan's bytes of the fullest rank in an update, without the logits of an evaluation."""
-    from finetune.planner.cluster import read_sizes
-    from finetune.planner.footprint import footprint
+    from flatshift.finetune.planner.cluster import read_sizes
+    from flatshift.finetune.planner.footprint import footprint
 
     mesh, adapter, train = settings(case)
     needs = footprint(read_sizes(folder, adapter), mesh=mesh, adapter=adapter, train=train, device="cpu")

@@ -3,7 +3,8 @@
     python -m benchmarks._rehearsal      every case of `all_cases`, and what waits were found
 
 A case is an objective, a regularizer, an activation checkpointing, a number of micro-batches, packed rows or not, and a
-precision. Its tiny backbone and its rows are made here; the stage is `finetune.train.loop.train_stage` itself.
+precision. Its tiny backbone and its rows are made here; the stage is `flatshift.finetune.train.loop.train_stage`
+itself.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ import numpy as np
 import torch
 
 from benchmarks.cuda_rehearsal import Rehearsal, Wait
-from finetune.adapters.adapter import attach_adapter
-from finetune.compute.capabilities import CUDA, T4, Capabilities
-from finetune.compute.matmul_rate import DTYPES
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.example import Example
-from finetune.data.masking import Masking
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.mesh import World
-from finetune.run_directory import RunDirectory
-from finetune.stacked.together import CellEngine
-from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import (
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.compute.capabilities import CUDA, T4, Capabilities
+from flatshift.finetune.compute.matmul_rate import DTYPES
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.masking import Masking
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.stacked.together import CellEngine
+from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import (
     ASAM,
     BAR,
     GGPO,

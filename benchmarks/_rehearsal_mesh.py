@@ -49,15 +49,15 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from benchmarks._collectives import Collectives
     from benchmarks._rehearsal import REGULARIZERS, _Pad, rows
     from benchmarks.cuda_rehearsal import Rehearsal
-    from finetune.compute.capabilities import CUDA, rehearsed
-    from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-    from finetune.data.batches import Batches
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.run_directory import RunDirectory
-    from finetune.tasks import LanguageModel
-    from finetune.train.loop import TrainingStage, train_stage
-    from regularizers import build
+    from flatshift.finetune.compute.capabilities import CUDA, rehearsed
+    from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.regularizers import build
 
     class Order(Collectives):
         """The collectives one after another."""

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from finetune.compute.capabilities import capabilities
-from finetune.compute.precision import autocast
-from finetune.config import Train
-from finetune.data.micro_batch import MicroBatch
-from finetune.planner.memory import at_length, saved_bytes
-from finetune.stacked.host import Host
-from finetune.stacked.passes import split
+from flatshift.finetune.compute.capabilities import capabilities
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Train
+from flatshift.finetune.data.micro_batch import MicroBatch
+from flatshift.finetune.planner.memory import at_length, saved_bytes
+from flatshift.finetune.stacked.host import Host
+from flatshift.finetune.stacked.passes import split
 
 _PROBE = 16  # tokens
 
@@ -42,10 +42,10 @@ class StackPlan:
 def stack_plan(host: Host, shapes: Sequence[tuple[int, int]], *, train: Train) -> StackPlan:
     """The plan of a stack that is laid out and entered, for micro-batches of `shapes` (rows, tokens), seat by seat.
 
-    train: has the cells' precision. Activations are measured as in `finetune.planner.memory`: short rows go forward
-    while the tensors that autograd saves are summed, at two lengths, for every pass that these micro-batches would
-    make; cells whose adapters leave blocks below them alone are taken to see the same rows, which makes the longest
-    passes.
+    train: has the cells' precision. Activations are measured as in `flatshift.finetune.planner.memory`: short rows go
+    forward while the tensors that autograd saves are summed, at two lengths, for every pass that these micro-batches
+    would make; cells whose adapters leave blocks below them alone are taken to see the same rows, which makes the
+    longest passes.
     """
     cells = sum(p.nbytes for seat in host.seats for p in seat.engine.parameters.values())
     frozen = {p.data_ptr(): p.nbytes for p in (*host.backbone.parameters(), *host.backbone.buffers())}

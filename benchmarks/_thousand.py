@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import Benchmark
-from finetune.tasks import Completion
+from flatshift.finetune.tasks import Completion
 
 COUNT, MICRO, LENGTH = 1000, 8, 384
 SHIPPED = "sample:banking/train"
@@ -33,7 +33,7 @@ class Thousand:
 
     def batches(self, *, packed: bool, rows: int, whole: bool = False) -> Any:
         """Micro-batches of `rows` rows; whole: one step is all of them, each once."""
-        from finetune.data.batches import Batches
+        from flatshift.finetune.data.batches import Batches
 
         settings: dict[str, Any] = {"seed": 0, "max_length": LENGTH, "pad_id": self.pad_id}
         task = Completion(prompt=self.task.prompt, completion=self.task.completion, pack=packed)
@@ -88,9 +88,9 @@ class Thousand:
 def read(files: Sequence[str], *, prompt: str | None, completion: str | None) -> Thousand:
     """The first thousand rows of `files` that fit; without files, of the sample that ships."""
     from benchmarks.train_step import BACKBONE
-    from finetune.data.encoding import encode
-    from finetune.data.rows import read_rows
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.models.backbone import open_backbone
 
     name = f"{COUNT:,} rows of {', '.join(Path(file).name.split('.')[0] for file in files) or SHIPPED}"
     if files:
@@ -114,8 +114,8 @@ def model() -> Any:
     import torch
 
     from benchmarks.train_step import SEED, model_of
-    from finetune.adapters.adapter import trainable
-    from finetune.seeds import torch_generator
+    from flatshift.finetune.adapters.adapter import trainable
+    from flatshift.finetune.seeds import torch_generator
 
     built = model_of(Completion(), "fp32")
     with torch.no_grad():
@@ -127,14 +127,14 @@ def model() -> Any:
 
 def gradients_of(built: Any) -> dict[str, Any]:
     """By plain name."""
-    from finetune.adapters.adapter import trainable
+    from flatshift.finetune.adapters.adapter import trainable
 
     return {name: p.grad.detach().clone() for name, p in trainable(built).items() if p.grad is not None}
 
 
 def ours(batches: Any) -> tuple[float, dict[str, Any]]:
     """Loss and gradients of one step over all rows, by the engine that trains."""
-    from finetune.parallel.engine import Engine
+    from flatshift.finetune.parallel.engine import Engine
 
     built = model().train()
     engine = Engine.alone(built)

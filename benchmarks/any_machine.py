@@ -72,7 +72,7 @@ def loss_times(vocabulary: int, width: int, tokens: int, precision: str, rounds:
     import torch
     import torch.nn.functional as F
 
-    from finetune.compute import loss
+    from flatshift.finetune.compute import loss
 
     limit_threads(1)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -110,7 +110,7 @@ def layer_times(size: str, precision: str, rounds: int) -> dict[str, Any]:
     import torch
 
     from benchmarks.regularizer_step import VOCABULARY, _model
-    from regularizers.layers.fused import FusedLayers
+    from flatshift.regularizers.layers.fused import FusedLayers
 
     limit_threads(1)
     blocks, width, inner, tokens = STEPS[size]
@@ -171,7 +171,7 @@ def has_bf16(environment: Environment) -> bool:
 
 def bf16_here() -> bool:
     """The same of this process."""
-    from finetune.compute.numerics import bf16_instructions
+    from flatshift.finetune.compute.numerics import bf16_instructions
 
     return bf16_instructions()
 

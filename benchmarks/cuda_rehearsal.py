@@ -37,9 +37,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-import finetune
-from finetune.compute.capabilities import CUDA, Capabilities, rehearsed
-from regularizers.layers import signs, sites
+from flatshift import finetune
+from flatshift.finetune.compute.capabilities import CUDA, Capabilities, rehearsed
+from flatshift.regularizers.layers import signs, sites
 
 aten = torch.ops.aten
 _HOUSE = Path(finetune.__file__).resolve().parents[1]

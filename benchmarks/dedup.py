@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, in_child, interleave, limit_threads
-from finetune.data.rows import read_rows
-from selection.hygiene import (
+from flatshift.finetune.data.rows import read_rows
+from flatshift.selection.hygiene import (
     Decontaminate,
     Hygiene,
     Language,
@@ -30,7 +30,7 @@ from selection.hygiene import (
     Repetition,
     clean,
 )
-from selection.hygiene.duplicates import normalise
+from flatshift.selection.hygiene.duplicates import normalise
 
 THRESHOLD = 0.8
 _PEER = "datasketch"

@@ -25,20 +25,20 @@ import numpy as np
 from benchmarks._descent_cells import STUDIES, Study, block, keeping, overrides, planned, rebuild, unpack
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import write_between
-from experiments.recipe import load_recipe
-from experiments.recipe.studies import SweepOptions
-from experiments.report import build_report, formats
-from experiments.report.chapters.sweep_verdicts import crossing_words
-from experiments.results.analysis import Judged, compared, judge
-from experiments.results.cells import FORMAT, MARKER
-from experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
-from experiments.results.table import SweepTable
-from experiments.statistics.beside import Beside
-from experiments.statistics.curve import Curve
-from experiments.statistics.intervals import Interval
-from experiments.studies.sweep import sweep
-from finetune.atomic import write_json
-from finetune.errors import UserError
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.report import build_report, formats
+from flatshift.experiments.report.chapters.sweep_verdicts import crossing_words
+from flatshift.experiments.results.analysis import Judged, compared, judge
+from flatshift.experiments.results.cells import FORMAT, MARKER
+from flatshift.experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
+from flatshift.experiments.results.table import SweepTable
+from flatshift.experiments.statistics.beside import Beside
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.intervals import Interval
+from flatshift.experiments.studies.sweep import sweep
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.errors import UserError
 
 KEPT = RESULTS / "descent_studies"
 PAGE = ROOT / "docs" / "double-descent.md"

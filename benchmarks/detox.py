@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
-from experiments.statistics.intervals import paired_test
-from finetune.assets import sample
-from finetune.atomic import write_json, write_text
-from finetune.errors import UserError
-from finetune.seeds import numpy_generator
 from flatshift.cli import run
+from flatshift.experiments.statistics.intervals import paired_test
+from flatshift.finetune.assets import sample
+from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import numpy_generator
 
 WORK, KEPT = ROOT / ".bench" / "detox", RESULTS / "detox"
 ARMS = ("none", "random", "contrast")

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks import _equalities_page
 from benchmarks._harness import RESULTS, ROOT
-from finetune.atomic import write_text
+from flatshift.finetune.atomic import write_text
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 EQUALITIES = ROOT / "docs" / "equalities.md"

@@ -20,8 +20,8 @@ from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstabl
 from benchmarks.curves.known import NAMED_NULLS, NULLS, bumps, log_normal, log_normal_peak
 from benchmarks.curves.random_features import random_features_curve
 from benchmarks.curves.rates import rejections
-from experiments.statistics import Curve, judge_curve, peak_test
-from finetune.seeds import numpy_generator
+from flatshift.experiments.statistics import Curve, judge_curve, peak_test
+from flatshift.finetune.seeds import numpy_generator
 
 DRAWS, NAMED = 2000, 500
 SCATTER = 0.45

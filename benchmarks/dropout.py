@@ -1,4 +1,5 @@
-"""Dropout whose masks are counted (`finetune.compute.dropout`) beside torch's, which are drawn from a generator.
+"""Dropout whose masks are counted (`flatshift.finetune.compute.dropout`) beside torch's, which are drawn from a
+generator.
 
     python -m benchmarks.dropout
 
@@ -26,7 +27,7 @@ def layer(tokens: int, width: int, calls: int) -> tuple[Callable[[], None], Call
     """One dropout layer, `calls` times: counted, and by torch."""
     import torch
 
-    from finetune.compute.dropout import KeyedDropout
+    from flatshift.finetune.compute.dropout import KeyedDropout
 
     module = torch.nn.Dropout(RATE)
     x = torch.ones(ROWS, tokens, width, requires_grad=True)
@@ -54,7 +55,7 @@ def model(blocks: int, width: int, inner: int, tokens: int) -> tuple[Callable[[]
     import torch
 
     from benchmarks.regularizer_step import VOCABULARY, _model
-    from finetune.parallel.engine import Engine
+    from flatshift.finetune.parallel.engine import Engine
 
     made = _model(blocks, width, inner)
     for part in made.modules():

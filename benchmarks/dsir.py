@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._harness import Benchmark, interleave, limit_threads
-from finetune.data.rows import read_rows
-from selection import DSIRSelector, Pool
+from flatshift.finetune.data.rows import read_rows
+from flatshift.selection import DSIRSelector, Pool
 
 _PEER = "data-selection"
 _LIKE_PEER = {"hashing": "sha256", "smoothing": 0.0, "floor": 1e-8}

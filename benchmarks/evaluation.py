@@ -36,8 +36,8 @@ CITES = {"background": "background", "method": "method", "result": "result"}
 
 def judged(data: str, *words: str) -> dict[str, Any]:
     """What `flatshift eval --json` prints of the shipped backbone on `data`."""
-    from experiments.recipe import from_override
-    from experiments.workflows.evaluate import judge_side_by_side
+    from flatshift.experiments.recipe import from_override
+    from flatshift.experiments.workflows.evaluate import judge_side_by_side
 
     given = dict(zip(words[::2], words[1::2], strict=True))
     group = given.pop("group_by", None)
@@ -47,9 +47,9 @@ def judged(data: str, *words: str) -> dict[str, Any]:
 
 def few_shot(name: str, data: str) -> Any:
     """Rank the rows of `data` by a prompt in float32; the subject's findings."""
-    from experiments.recipe import from_override
-    from experiments.workflows.evaluate import judge_side_by_side
-    from experiments.workflows.few_shot import FewShot, read_prompt
+    from flatshift.experiments.recipe import from_override
+    from flatshift.experiments.workflows.evaluate import judge_side_by_side
+    from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
 
     asked = FewShot(prompt=read_prompt(name), name=name)
     return judge_side_by_side(
@@ -66,7 +66,7 @@ def harness(tasks: list[dict[str, Any]], *, precision: str, bos: bool = True) ->
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from finetune.assets import backbone
+    from flatshift.finetune.assets import backbone
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         for task in tasks:
@@ -112,7 +112,7 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
     """The first rows of a shipped sample as plain JSONL."""
     import lzma
 
-    from finetune.assets import sample as path
+    from flatshift.finetune.assets import sample as path
 
     with lzma.open(path(name), "rt", encoding="utf-8") as stream:
         lines = [next(stream) for _ in range(count)]
@@ -123,7 +123,7 @@ def sample(name: str, folder: Path, count: int = ROWS) -> str:
 
 def identities(bench: Benchmark) -> None:
     """The unit row of the field, and word = token to the power of fertility."""
-    from finetune.evaluate.text import Counts
+    from flatshift.finetune.evaluate.text import Counts
 
     def of(*values: Any) -> dict[str, float]:
         arrays = [np.atleast_1d(np.array(v)) for v in (*values[:3], values[3], values[3], values[4])]
@@ -214,15 +214,15 @@ def beside(bench: Benchmark, kept: list[dict[str, Any]], folder: Path) -> None:
 
 def shared(bench: Benchmark, folder: Path) -> None:
     """Four worked examples, with and without what contexts share; the model is loaded before."""
-    from experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
-    from finetune.compute.numerics import evaluating
-    from finetune.config import Columns
-    from finetune.data.inference import Inference
-    from finetune.data.rows import read_rows
-    from finetune.evaluate import candidates
-    from finetune.models.backbone import open_backbone
-    from finetune.models.load import load_backbone
-    from finetune.tasks import LanguageModel
+    from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
+    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.config import Columns
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.evaluate import candidates
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.tasks import LanguageModel
 
     asked = FewShot(prompt=read_prompt("nli"), name="nli", shots=4, source=("sample:snli/train",))
     rows = list(read_rows([sample("snli/test", folder)], required=asked.prompt.columns()))
@@ -252,7 +252,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
 
 def contained(bench: Benchmark) -> None:
     """Hostile programs."""
-    from finetune.evaluate.sandbox import Limits, run_program
+    from flatshift.finetune.evaluate.sandbox import Limits, run_program
 
     held = 0
     for program in HOSTILE.values():

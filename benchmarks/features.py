@@ -37,7 +37,7 @@ def given(path: str, count: int) -> list[str]:
     """The first texts of a file, as any reader of ours sees them."""
     from itertools import islice
 
-    from finetune.data.rows import read_rows
+    from flatshift.finetune.data.rows import read_rows
 
     return [row.values["text"] for row in islice(read_rows([path]), count)]
 
@@ -58,7 +58,7 @@ def peer(documents: list[str], dim: int) -> Any:
 
 def ours(documents: list[str], dim: int) -> np.ndarray:
     """Fit on a sample, transform all."""
-    from selection import TfIdfEmbedder
+    from flatshift.selection import TfIdfEmbedder
 
     return TfIdfEmbedder(dim=dim).fit(documents).transform(documents)
 
@@ -82,9 +82,9 @@ def static_directory(root: Path, dim: int = 256) -> Path:
 
 def view_rows(bench: Benchmark, folder: Path, documents: list[str]) -> None:
     """What a pool on disk costs: CPU and memory to read it, and to go through its texts."""
-    from finetune.config import Columns
-    from finetune.data.rows import read_rows
-    from finetune.data.view import spill_rows
+    from flatshift.finetune.config import Columns
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.data.view import spill_rows
 
     file = folder / "pool.jsonl"
     lines = (json.dumps({"id": f"r{i}", "text": text, "domain": "d"}) + "\n" for i, text in enumerate(documents))
@@ -136,7 +136,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        from selection import FeatureCache, StaticEmbedder
+        from flatshift.selection import FeatureCache, StaticEmbedder
 
         static = StaticEmbedder(static_directory(folder / "static"))
         rate = len(few) / cpu_seconds(lambda: static.transform(few))

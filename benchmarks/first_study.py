@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
-from experiments.recipe import from_override
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.statistics.intervals import t_interval
-from experiments.studies import run_cells
-from experiments.studies.devices import Places
-from experiments.studies.warmups import ARMS, Arm, arm_cell, result_of, study
-from finetune.atomic import write_json
-from finetune.errors import UserError
+from flatshift.experiments.recipe import from_override
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.statistics.intervals import t_interval
+from flatshift.experiments.studies import run_cells
+from flatshift.experiments.studies.devices import Places
+from flatshift.experiments.studies.warmups import ARMS, Arm, arm_cell, result_of, study
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.errors import UserError
 
 TUNING_SEED = 1_000_003
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import studied, write_between
-from experiments.report.chapters.comparison import page
-from experiments.studies.compare.run import DOCUMENT, compare
+from flatshift.experiments.report.chapters.comparison import page
+from flatshift.experiments.studies.compare.run import DOCUMENT, compare
 
 RECIPE = "flat-comparison"
 KEPT = RESULTS / "flat_comparison"
@@ -84,8 +84,8 @@ def means(document: dict[str, Any], name: str, tasks: list[str]) -> tuple[float,
 
 def guide(document: dict[str, Any]) -> str:
     """The generated part of docs/which-regularizer.md, from the results alone."""
-    from experiments.report import formats
-    from experiments.report.chapters.comparison import compared
+    from flatshift.experiments.report import formats
+    from flatshift.experiments.report.chapters.comparison import compared
 
     base = document["baseline"]
     head = ["method", "gain, points", "95 % interval", "p (Holm)", "seeds", "step time ÷", "sharpness ÷", "what it is"]
@@ -122,7 +122,7 @@ def guide(document: dict[str, Any]) -> str:
 
 def advice(document: dict[str, Any]) -> list[str]:
     """What the figures say a user should do, and no more."""
-    from experiments.report.chapters.comparison import compared
+    from flatshift.experiments.report.chapters.comparison import compared
 
     base = document["baseline"]
     ranked = compared(document)

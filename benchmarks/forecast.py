@@ -24,15 +24,15 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, machine
-from experiments.recipe import load_recipe
-from experiments.recipe.studies import SweepOptions
-from experiments.recipe.tree import from_override
-from experiments.results.sweep import read_sweep
-from experiments.run.console import Console
-from experiments.statistics.kernel import carried_on, soonest
-from experiments.studies.sweep import sweep
-from experiments.workflows.forecast import Axes, forecast_rows
-from finetune.atomic import write_json, write_text
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.tree import from_override
+from flatshift.experiments.results.sweep import read_sweep
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.statistics.kernel import carried_on, soonest
+from flatshift.experiments.studies.sweep import sweep
+from flatshift.experiments.workflows.forecast import Axes, forecast_rows
+from flatshift.finetune.atomic import write_json, write_text
 
 SHIPPED = ("banking", "scicite", "snli")
 HELD_OUT = {

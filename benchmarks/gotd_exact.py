@@ -11,7 +11,7 @@ import numpy as np
 import ot
 
 from benchmarks._harness import Benchmark, interleave, limit_threads
-from selection import sinkhorn_potentials
+from flatshift.selection import sinkhorn_potentials
 
 
 def problem(n: int, m: int, d: int, *, weighted: bool, seed: int = 0) -> tuple[np.ndarray, ...]:

@@ -60,7 +60,7 @@ def write_data(folder: Path, n: int, m: int, d: int, seed: int = 0) -> tuple[str
 def measure(pool: str, target: str, epsilon: float, cost: str, device: str, rows: int | None = None) -> dict[str, Any]:
     """Solve once with the threads that `in_child` allows: CPU- and wall-seconds, memory, what was reached, the floor of
     the passes it took. rows: the first ones alone."""
-    from selection import sinkhorn_potentials
+    from flatshift.selection import sinkhorn_potentials
 
     warnings.simplefilter("ignore")
     x, y = np.load(pool, mmap_mode="r")[:rows], np.load(target)
@@ -99,7 +99,7 @@ def _floor(n: int, d: int, m: int, device: str) -> tuple[float, float]:
     """CPU-seconds and wall-seconds of one pass that only multiplies: 2NMd flop in tiles of the solver's size."""
     import torch
 
-    from selection.transport.kernel import TILE_BYTES, tile_rows
+    from flatshift.selection.transport.kernel import TILE_BYTES, tile_rows
 
     rows = tile_rows(m, torch.float32, None, TILE_BYTES[device])
     left, right = torch.randn(rows, d, device=device), torch.randn(d, m, device=device)

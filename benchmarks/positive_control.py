@@ -20,15 +20,15 @@ from typing import Any
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._head_updates import Updates, error_after, head
 from benchmarks._kept import write_between
-from experiments.recipe.studies import SweepOptions
-from experiments.recipe.tree import from_override
-from experiments.results.analysis import Analysis, Judged
-from experiments.results.sweep import read_sweep
-from experiments.statistics.intervals import t_interval
-from experiments.studies.sweep import sweep
-from finetune.atomic import write_json
-from finetune.errors import UserError
-from regularizers import GGPO, MGPO
+from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.tree import from_override
+from flatshift.experiments.results.analysis import Analysis, Judged
+from flatshift.experiments.results.sweep import read_sweep
+from flatshift.experiments.statistics.intervals import t_interval
+from flatshift.experiments.studies.sweep import sweep
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.errors import UserError
+from flatshift.regularizers import GGPO, MGPO
 
 RECIPE, ROWS, SEEDS = "positive-control", 96, 8
 DECAYS = (0.003, 0.01, 0.03, 0.1, 0.3)

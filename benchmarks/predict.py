@@ -26,7 +26,7 @@ FLAGS = (
 
 def texts() -> list[str]:
     """Texts of many lengths: requests to a bank, and sentences of articles."""
-    from finetune.data.rows import read_rows
+    from flatshift.finetune.data.rows import read_rows
 
     half = ROWS // 2
     return [
@@ -38,8 +38,8 @@ def main() -> None:
     """Run and write benchmarks/results/predict.json."""
     from transformers import pipeline
 
-    from experiments.workflows.predict import Predictor
     from flatshift.cli import run
+    from flatshift.experiments.workflows.predict import Predictor
 
     limit_threads(1)
     bench = Benchmark("predict", packages=("torch", "transformers", "peft"))

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks._harness import Benchmark, limit_threads
 from benchmarks.train_step import BACKBONE, SEED, common_arguments, model_of, ours, recorder
-from finetune.tasks import Preference
+from flatshift.finetune.tasks import Preference
 
 UPDATES = 50
 LOSSES: dict[str, tuple[Preference, list[str]]] = {
@@ -27,10 +27,10 @@ LOSSES: dict[str, tuple[Preference, list[str]]] = {
 
 def batches_of(task: Preference) -> Any:
     """Pairs of the shipped sample, 2 micro-batches of 2 an update."""
-    from finetune.data.batches import Batches
-    from finetune.data.encoding import encode
-    from finetune.data.rows import read_rows
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.models.backbone import open_backbone
 
     tokenizer = open_backbone(BACKBONE).tokenizer
     rows = read_rows(["sample:statements/train"], required=task.columns())
@@ -49,8 +49,8 @@ def theirs(
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    from finetune.data.example import IGNORE
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.data.example import IGNORE
+    from flatshift.finetune.models.backbone import open_backbone
 
     transformers.utils.logging.set_verbosity_error()
 

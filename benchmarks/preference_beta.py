@@ -30,10 +30,10 @@ import numpy as np
 import flatshift
 from benchmarks._harness import RESULTS, ROOT, Benchmark, limit_threads
 from benchmarks._kept import write_between
-from experiments.results.sweep import read_sweep
-from experiments.statistics.intervals import Interval, t_interval
-from finetune.atomic import write_json, write_text
-from finetune.data.rows import read_rows
+from flatshift.experiments.results.sweep import read_sweep
+from flatshift.experiments.statistics.intervals import Interval, t_interval
+from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.data.rows import read_rows
 
 NAME = "preference_beta"
 KEPT, WORK = RESULTS / NAME, ROOT / ".bench" / NAME
@@ -137,10 +137,10 @@ def gold_reward() -> Callable[[str], int]:
 
 def backbone_draws() -> list[tuple[str, str, str]]:
     """Beginnings of passages of the shipped pool, each with two draws of the backbone after it."""
-    from finetune.evaluate.generation import Decoding, continue_prompts
-    from finetune.models.backbone import open_backbone
-    from finetune.models.load import load_backbone
-    from finetune.tasks import Preference
+    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.tasks import Preference
 
     task, tokenizer = Preference(), open_backbone("flatshift-5m").tokenizer
     texts = [row.values["text"].split() for row in read_rows(["sample:pool"])]

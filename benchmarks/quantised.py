@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, Benchmark, in_child, limit_threads, peak_bytes
 from benchmarks._sized import Sizes, save_backbone
-from finetune.atomic import write_json
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.tasks import Completion, LanguageModel
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.tasks import Completion, LanguageModel
 
 BACKBONE, SEED, STEPS, TAIL = "flatshift-5m", 0, 100, 20
 TASK = Completion(prompt="{text}\nintent:", completion=" {label}")
@@ -35,16 +35,16 @@ bytes; a 4-bit value with a scale for 64 takes 0.28 of bf16's, with quantised sc
 
 def curve(kind: str | None) -> list[float]:
     """Losses of one run on the shipped backbone."""
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.data.batches import Batches
-    from finetune.data.encoding import encode
-    from finetune.data.rows import read_rows
-    from finetune.models.backbone import open_backbone
-    from finetune.models.load import load_backbone
-    from finetune.run_directory import RunDirectory
-    from finetune.train.loop import TrainingStage, train_stage
-    from regularizers import build
-    from regularizers.config import Plain
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.regularizers import build
+    from flatshift.regularizers.config import Plain
 
     limit_threads(1)
     tokenizer = open_backbone(BACKBONE).tokenizer
@@ -78,13 +78,13 @@ def memory(kind: str | None, backbone: str) -> dict[str, float]:
     """Bytes by cause of one update on the random Llama."""
     import torch
 
-    from finetune.adapters.adapter import attach_adapter, trainable
-    from finetune.compute.numerics import without_input_casts
-    from finetune.compute.precision import autocast
-    from finetune.models.load import load_backbone
-    from finetune.models.quantize import scales
-    from finetune.planner.memory import saved_bytes
-    from finetune.train.optimizer import AdapterOptimizer
+    from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+    from flatshift.finetune.compute.numerics import without_input_casts
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.models.quantize import scales
+    from flatshift.finetune.planner.memory import saved_bytes
+    from flatshift.finetune.train.optimizer import AdapterOptimizer
 
     limit_threads(1)
     task, train = LanguageModel(), Train(precision="bf16")

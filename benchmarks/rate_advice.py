@@ -30,24 +30,24 @@ from scipy.stats import rankdata
 from benchmarks._descent_cells import STUDIES, Study, overrides
 from benchmarks._harness import RESULTS, Benchmark, limit_threads
 from benchmarks.first_study import TARGETS
-from experiments.data.sources import batches_ahead
-from experiments.data.splits import prepare
-from experiments.recipe import Resolved, from_override, load_recipe
-from experiments.studies.compare.plan import Plan
-from experiments.studies.compare.tuning import Setting
-from experiments.studies.warmups import Arm
-from experiments.workflows.build import lay_out
-from experiments.workflows.initial_adapter import beginning
-from experiments.workflows.run_parts import FINE_TUNE
-from finetune.atomic import write_json
-from finetune.data.inference import Inference
-from finetune.data.rows import limit_rows
-from finetune.models.backbone import open_backbone
-from finetune.planner.capacity import Capacity, bits_each
-from finetune.seeds import derive
-from finetune.train.optimizer import AdapterOptimizer
-from finetune.train.trace.curvature import FIRST, mean_loss, mean_squares, preconditioned_sharpness
-from finetune.train.trace.files import stability_threshold
+from flatshift.experiments.data.sources import batches_ahead
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import Resolved, from_override, load_recipe
+from flatshift.experiments.studies.compare.plan import Plan
+from flatshift.experiments.studies.compare.tuning import Setting
+from flatshift.experiments.studies.warmups import Arm
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.initial_adapter import beginning
+from flatshift.experiments.workflows.run_parts import FINE_TUNE
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.rows import limit_rows
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.planner.capacity import Capacity, bits_each
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.train.optimizer import AdapterOptimizer
+from flatshift.finetune.train.trace.curvature import FIRST, mean_loss, mean_squares, preconditioned_sharpness
+from flatshift.finetune.train.trace.files import stability_threshold
 
 STARTS = RESULTS / "rate_advice" / "starts.json"
 METHODS = ("plain", "rslora", "dora", "lora-plus", "pissa")

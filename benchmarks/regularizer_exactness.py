@@ -45,8 +45,8 @@ def main() -> None:
 
 def language_model() -> tuple[Any, Callable[[], Any]]:
     """The shipped backbone with a briefly trained adapter, and its loss on 8 passages of 64 tokens."""
-    from finetune import assets
-    from finetune.data.rows import read_rows
+    from flatshift.finetune import assets
+    from flatshift.finetune.data.rows import read_rows
 
     path = assets.backbone("flatshift-5m")
     texts = [row.values["text"] for row, _ in zip(read_rows([str(assets.sample("pool"))]), range(64), strict=False)]
@@ -55,8 +55,8 @@ def language_model() -> tuple[Any, Callable[[], Any]]:
 
 def classifier() -> tuple[Any, Callable[[], Any]] | None:
     """MiniLM with a briefly trained adapter and head, and its loss on 16 rows of a shipped task; None if absent."""
-    from finetune import assets
-    from finetune.data.rows import read_rows
+    from flatshift.finetune import assets
+    from flatshift.finetune.data.rows import read_rows
 
     found = importlib.util.find_spec(PACKAGE)
     if found is None or not found.submodule_search_locations:
@@ -120,7 +120,7 @@ def _row_norms(bench: Benchmark) -> None:
     """|w'_i| of 4096², rank 16, by the identity: against float64, and beside forming W0 + sBA."""
     import torch
 
-    from regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms
+    from flatshift.regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms
 
     draws = torch.Generator().manual_seed(0)
     weight = torch.randn(4096, 4096, generator=draws) * 0.02
@@ -148,7 +148,7 @@ def _row_norms(bench: Benchmark) -> None:
 
 
 def _gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any, dict[str, Any]]:
-    from regularizers import build
+    from flatshift.regularizers import build
 
     regularizer = build(settings).attach(model, seed=0, total_steps=4)
     with regularizer.step(0):
@@ -163,7 +163,7 @@ def _gradients(model: Any, loss: Callable[[], Any], settings: Any) -> tuple[Any,
 
 def _bypass(bench: Benchmark) -> None:
     """σ = 0 takes plain LoRA's own operations; σ = 1e-8 goes through the fused branch."""
-    from regularizers import GGPO, Plain
+    from flatshift.regularizers import GGPO, Plain
 
     model, loss = language_model()
     plain, want = _gradients(model, loss, Plain())
@@ -199,7 +199,7 @@ def _checksums(bench: Benchmark) -> None:
 
     from benchmarks._noise_equivalence import weights_of
     from benchmarks._published import AddAndSubtract
-    from regularizers import GGPO, build
+    from flatshift.regularizers import GGPO, build
 
     for name in ("ours", "published"):
         model, loss = language_model()
@@ -231,7 +231,7 @@ def _sketch(bench: Benchmark) -> None:
     import torch
 
     from benchmarks._noise_equivalence import weights_of
-    from regularizers import GGPO, build
+    from flatshift.regularizers import GGPO, build
 
     for near in (False, True):
         model, loss = language_model()

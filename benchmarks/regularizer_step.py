@@ -4,10 +4,10 @@
 
 A Llama of 12 blocks × 768 (random weights, 105 M parameters), rank-8 LoRA on every linear layer, dropout 0, 4 rows of
 128 tokens, AdamW: forward, backward, clipping and update of a whole step, plain LoRA layers in their fused form as the
-loop has them (`regularizers.layers.fused`), so that a ratio is the price of the method. One process, one thread; single
-steps in the order A B B A, so that a drift of the machine falls on both. The bars are on the upper 95 % bound of the
-median ratio (order statistics, no distribution assumed). Memory is by allocator counts: weights and whatever else is
-alive, plus the highest level within a step, from the profiler's record of every allocation.
+loop has them (`flatshift.regularizers.layers.fused`), so that a ratio is the price of the method. One process, one
+thread; single steps in the order A B B A, so that a drift of the machine falls on both. The bars are on the upper 95 %
+bound of the median ratio (order statistics, no distribution assumed). Memory is by allocator counts: weights and
+whatever else is alive, plus the highest level within a step, from the profiler's record of every allocation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _model(blocks: int, width: int, inner: int) -> Any:
 
 
 def _settings(kind: str) -> Any:
-    from regularizers import config
+    from flatshift.regularizers import config
 
     known: dict[str, Any] = {
         "plain": config.Plain(),
@@ -79,8 +79,8 @@ def _stepper(kind: str, model: Any) -> Callable[[int], None]:
     from torch import nn
 
     from benchmarks._published import AddAndSubtract
-    from regularizers import build
-    from regularizers.layers.fused import FusedLayers
+    from flatshift.regularizers import build
+    from flatshift.regularizers.layers.fused import FusedLayers
 
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)

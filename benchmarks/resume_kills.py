@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import ROOT, Benchmark
-from finetune.run_directory import read_metrics
+from flatshift.finetune.run_directory import read_metrics
 
 STEPS, SAVE_EVERY = 24, 5
 SETTINGS = {
@@ -89,7 +89,7 @@ def _half_tensors(now: Callable[[], bool]) -> None:
 
 
 def _no_json(now: Callable[[], bool]) -> None:
-    from finetune.train import checkpointer
+    from flatshift.finetune.train import checkpointer
 
     whole = checkpointer.write_json
 
@@ -121,7 +121,7 @@ def _rename(*, after: bool) -> Callable[[Callable[[], bool]], None]:
 
 def _load(*, after: bool) -> Callable[[Callable[[], bool]], None]:
     def install(now: Callable[[], bool]) -> None:
-        from finetune.train import checkpointer
+        from flatshift.finetune.train import checkpointer
 
         whole = checkpointer.latest_checkpoint
 

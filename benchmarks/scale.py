@@ -37,9 +37,9 @@ import numpy as np
 from benchmarks._document_shards import dedup_rows
 from benchmarks._harness import Benchmark, PeakMemory, anonymous_rss, rows_by_group
 from benchmarks._object_store import remote_rows
-from finetune.launch import spawn
-from selection.features.matrix import _LazyRows
-from selection.transport.blocks import BLOCK
+from flatshift.finetune.launch import spawn
+from flatshift.selection.features.matrix import _LazyRows
+from flatshift.selection.transport.blocks import BLOCK
 
 DIM, TARGETS, CENTRES = 32, 64, 200
 SMALL, COUNTS = 8_000_000, (1, 2, 4)
@@ -91,8 +91,8 @@ def solve(rows: int, folder: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from finetune.config import Mesh
-    from selection import sinkhorn_potentials
+    from flatshift.finetune.config import Mesh
+    from flatshift.selection import sinkhorn_potentials
 
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])

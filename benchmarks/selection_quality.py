@@ -26,7 +26,7 @@ from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks._kept import measured, publish, write_between
 from benchmarks.studies.selection_quality.plan import RECIPE
 from benchmarks.studies.selection_quality.study import DOCUMENT, study_quality
-from finetune.errors import Interrupted
+from flatshift.finetune.errors import Interrupted
 
 STUDIES = ("quality", "accuracy", "budgets")
 PAGE = ROOT / "docs" / "selection.md"
@@ -218,7 +218,7 @@ def guide(document: dict[str, Any], study: str) -> str:
 def _arms(document: dict[str, Any]) -> list[str]:
     """The table of endpoints, an arm a row, the best first."""
     from benchmarks.studies.selection_quality.page import bootstrap, ranked
-    from experiments.report import formats
+    from flatshift.experiments.report import formats
 
     share, accuracy = recalls(document), has_accuracy(document)
     further = [m for m in ("form_nats", "pool_nats") if any(arm.get(m) for arm in document["arms"].values())]
@@ -241,7 +241,7 @@ def _arms(document: dict[str, Any]) -> list[str]:
 
 def _beside(document: dict[str, Any]) -> list[str]:
     """The focus minus each other arm: mean with its interval and Holm's p, in plain form, and target by target."""
-    from experiments.report import formats
+    from flatshift.experiments.report import formats
 
     single: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for target, budget, arm, found in beside_focus(document):

@@ -43,7 +43,7 @@ def passes(**arguments: Any) -> dict[str, Any]:
     """`ours` on this rank, with the passes of its last update in order and the seconds that each kind took."""
     from torch.distributed.pipelining import PipelineStage
 
-    from finetune.parallel.pipeline.stage import Stage
+    from flatshift.finetune.parallel.pipeline.stage import Stage
 
     seen: list[tuple[Pass, float]] = []
 
@@ -101,7 +101,7 @@ def _before(one: Pass, last: int) -> set[Pass]:
 
 def measure(bench: Benchmark, name: str, backbone: str, schedule: str, virtual: int, pieces: int, bar: bool) -> None:
     """The rows of one schedule and number of pieces."""
-    from finetune.parallel.pipeline import bubble
+    from flatshift.finetune.parallel.pipeline import bubble
 
     what = f"{name}, {schedule}, {pieces} pieces"
     mesh = {"pp": 2, "schedule": schedule, "virtual": virtual, "microbatches": 1}

@@ -43,9 +43,9 @@ from benchmarks._equalities import (
 )
 from benchmarks._equalities_peers import NATIVE, natively, plainly
 from benchmarks._harness import Benchmark
-from finetune.config import Mesh
-from finetune.errors import UserError
-from finetune.parallel.mesh import World
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.parallel.mesh import World
 
 BARS = {"loss": 3e-5, "gradients": 1e-5}
 FALL = 2 / 3

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks._harness import ROOT, Benchmark
 from benchmarks.resume_kills import adapter, curve
-from finetune.run_directory import read_metrics
+from flatshift.finetune.run_directory import read_metrics
 
 RANKS, KILLS_A_RUN = 4, 5
 STEPS, SAVE_EVERY = 40, 3

@@ -99,12 +99,12 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
 
     import torch
 
-    from finetune.config import Adapter, Mesh, Optimizer, Train
-    from finetune.data.micro_batch import MicroBatch
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import LanguageModel
-    from finetune.train.optimizer import AdapterOptimizer
+    from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+    from flatshift.finetune.data.micro_batch import MicroBatch
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.optimizer import AdapterOptimizer
 
     layout, task = Mesh(**mesh), LanguageModel(pack=False)
     world = World.of(layout, torch.device("cpu")) if mesh else World.alone()
@@ -138,7 +138,7 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
 
 def _held(engine: Any) -> dict[str, float]:
     """Bytes of parameters on this rank, and of the largest unit as it is gathered."""
-    from finetune.parallel.layout import local
+    from flatshift.finetune.parallel.layout import local
 
     mine = {id(p): local(p).untyped_storage().nbytes() for p in engine.model.parameters()}
     units = engine.sharding.units if engine.sharding is not None else ()
@@ -176,10 +176,10 @@ def broadcast(tiny: str, big: str) -> dict[str, float]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from finetune.config import Mesh
-    from finetune.parallel.fsdp import shard
-    from finetune.parallel.mesh import World
-    from finetune.parallel.weights import materialize
+    from flatshift.finetune.config import Mesh
+    from flatshift.finetune.parallel.fsdp import shard
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.weights import materialize
 
     mesh = Mesh(dp=dist.get_world_size())
     world = World.of(mesh, torch.device("cpu"))

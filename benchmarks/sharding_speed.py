@@ -84,14 +84,14 @@ def ours(
 
     import torch
 
-    from finetune.config import Adapter, Mesh, Optimizer, Train
-    from finetune.data.micro_batch import MicroBatch
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import LanguageModel
-    from finetune.train.optimizer import AdapterOptimizer
-    from regularizers import build
-    from regularizers.config import GGPO, Plain
+    from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+    from flatshift.finetune.data.micro_batch import MicroBatch
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.optimizer import AdapterOptimizer
+    from flatshift.regularizers import build
+    from flatshift.regularizers.config import GGPO, Plain
 
     layout = Mesh(**mesh)
     device = torch.device("cpu")

@@ -129,14 +129,14 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     import torch
 
     from benchmarks._collectives import Collectives
-    from finetune.compute.precision import autocast
-    from finetune.config import Adapter, Mesh, Optimizer, Train
-    from finetune.data.micro_batch import MicroBatch
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import LanguageModel
-    from finetune.train.optimizer import AdapterOptimizer
-    from regularizers import GGPO, Plain, build
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+    from flatshift.finetune.data.micro_batch import MicroBatch
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.optimizer import AdapterOptimizer
+    from flatshift.regularizers import GGPO, Plain, build
 
     s, layout, task = Sizes(**sizes), Mesh(**mesh), LanguageModel(pack=False)
     world = World.of(layout, torch.device("cpu"))

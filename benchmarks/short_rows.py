@@ -4,7 +4,7 @@
 
 Forward and backward pass of one update, LoRA on all layers of the shipped encoder and decoder (8 heads of 32), 32 rows
 of 8 to 256 tokens, one thread. The peer is the same pass with the kernel left to torch, which takes flash attention.
-Above `finetune.compute.numerics.SHORT` tokens, and on a CPU without bf16 instructions, both are the same.
+Above `flatshift.finetune.compute.numerics.SHORT` tokens, and on a CPU without bf16 instructions, both are the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def update(backbone: str, tokens: int, precision: Any) -> Callable[[], None]:
     """A ready pass; calling it makes the gradients of `UPDATES` updates."""
     import torch
 
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.compute.loss import batch_loss
-    from finetune.compute.precision import autocast
-    from finetune.config import Adapter, Train
-    from finetune.data.micro_batch import MicroBatch
-    from finetune.models.load import load_backbone
-    from finetune.seeds import torch_generator
-    from finetune.tasks import Classify, LanguageModel
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.compute.loss import batch_loss
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.config import Adapter, Train
+    from flatshift.finetune.data.micro_batch import MicroBatch
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.seeds import torch_generator
+    from flatshift.finetune.tasks import Classify, LanguageModel
 
     task = Classify() if "encoder" in backbone else LanguageModel()
     names = ("a", "b", "c") if task.has_classes else None
@@ -58,7 +58,7 @@ def torch_chooses(run: Callable[[], None]) -> Callable[[], None]:
     from unittest import mock
 
     def theirs() -> None:
-        with mock.patch("finetune.compute.loss.attention", lambda inputs: contextlib.nullcontext()):
+        with mock.patch("flatshift.finetune.compute.loss.attention", lambda inputs: contextlib.nullcontext()):
             run()
 
     return theirs

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks._harness import Benchmark, in_child
-from finetune.seeds import numpy_generator
+from flatshift.finetune.seeds import numpy_generator
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 RATES = tuple(float(f"{1e-4 * 4**i:.6g}") for i in range(5))
@@ -131,7 +131,7 @@ def _figures(
 def report(folder: str) -> dict[str, Any]:
     """Make the page in this (fresh) process: {"cpu", "wall", "peak", "bytes"}; called in a child."""
     start = time.monotonic()
-    from experiments.report import build_report
+    from flatshift.experiments.report import build_report
 
     page = build_report([Path(folder)], out=Path(folder) / "report.html")
     wall = time.monotonic() - start

@@ -47,17 +47,17 @@ def _cells(
 
     noisy: every second cell trains with GGPO. last: adapters in the last block, and the same rows for all cells.
     """
-    from finetune.config import Adapter, Evaluate, Optimizer, Train
-    from finetune.data.batches import Batches
-    from finetune.data.encoding import encode
-    from finetune.data.rows import read_rows
-    from finetune.models.backbone import open_backbone
-    from finetune.models.load import load_backbone
-    from finetune.run_directory import RunDirectory
-    from finetune.stacked.together import stage_work
-    from finetune.tasks import LanguageModel
-    from finetune.train.stage import TrainingStage
-    from regularizers import GGPO, Plain, build
+    from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.stacked.together import stage_work
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.regularizers import GGPO, Plain, build
 
     task, tokenizer = LanguageModel(), open_backbone(BACKBONE).tokenizer
     backbone = load_backbone(BACKBONE, task=task, precision=precision, device=device)
@@ -114,9 +114,9 @@ class _Stacked:
     """The cells as one stack."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.stacked.host import Host
-        from finetune.stacked.together import cell_engine
-        from finetune.tasks import LanguageModel
+        from flatshift.finetune.stacked.host import Host
+        from flatshift.finetune.stacked.together import cell_engine
+        from flatshift.finetune.tasks import LanguageModel
 
         task = LanguageModel()
         self.engines = [cell_engine(backbone, adapter, task=task, train=train) for adapter, train, _ in cells]
@@ -138,8 +138,8 @@ class _Alone:
     """The cells one after another."""
 
     def __init__(self, backbone: Any, cells: Sequence[Any]) -> None:
-        from finetune.stacked.together import cell_engine
-        from finetune.tasks import LanguageModel
+        from flatshift.finetune.stacked.together import cell_engine
+        from flatshift.finetune.tasks import LanguageModel
 
         task = LanguageModel()
         self.engines = [cell_engine(backbone, adapter, task=task, train=train) for adapter, train, _ in cells]
@@ -200,7 +200,7 @@ def times(
 
 def floor_seconds(backbone: Any, shape: tuple[int, int]) -> float:
     """CPU-seconds per cell and update of the matrix products alone, at the sizes in which a stack makes them."""
-    from finetune.stacked.passes import split
+    from flatshift.finetune.stacked.passes import split
 
     shapes = [shape] * (len(RANKS) * SEEDS)
     passes = [tuple(RANKS[seat // SEEDS] for seat in chosen) for chosen in split(shapes, device="cpu")]

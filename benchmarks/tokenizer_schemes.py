@@ -13,10 +13,10 @@ import json
 import shutil
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark, limit_threads
-from experiments.report.chapters.tokenizer import page
-from experiments.workflows.tokenizer import DOCUMENT
-from experiments.workflows.tokenizer_schemes import train_schemes
-from finetune.train.small_decoder import SmallDecoder
+from flatshift.experiments.report.chapters.tokenizer import page
+from flatshift.experiments.workflows.tokenizer import DOCUMENT
+from flatshift.experiments.workflows.tokenizer_schemes import train_schemes
+from flatshift.finetune.train.small_decoder import SmallDecoder
 
 OUT, KEPT = ROOT / ".bench" / "tokenizer_schemes", RESULTS / "tokenizer_schemes"
 MODEL = SmallDecoder(bytes=150_000)

@@ -11,8 +11,9 @@ adapter at the end, as always. TRL's also measures entropy and token accuracy in
 not to, and has its fused head. Packed rows reach all of them as the same `position_ids`, so its own packing and
 collation are not in it. Timed are the calls that train, with models and batches ready; memory is what the allocator had
 given out at the worst moment of two updates, weights included. Plain LoRA layers run in the fused form of
-`regularizers.layers.fused`, which GGPO's layers share, so that "GGPO beside our plain update" compares the noise alone.
-All but the rows at real vocabularies train the shipped backbone, whose V is 4,096; these have random weights.
+`flatshift.regularizers.layers.fused`, which GGPO's layers share, so that "GGPO beside our plain update" compares the
+noise alone. All but the rows at real vocabularies train the shipped backbone, whose V is 4,096; these have random
+weights.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from typing import Any, Literal
 
 from benchmarks import _thousand
 from benchmarks._harness import Benchmark, cpu_seconds, interleave, limit_threads, peak_bytes
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.tasks import Classify, Completion, LanguageModel, Task
-from regularizers.config import GGPO, Plain, RegularizerConfig
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Task
+from flatshift.regularizers.config import GGPO, Plain, RegularizerConfig
 
 BACKBONE, SEED = "flatshift-5m", 0
 OPTIMIZER = Optimizer(lr=1e-3, schedule="cosine", warmup=0.0, clip=1.0)
@@ -39,10 +40,10 @@ Precision = Literal["fp32", "bf16"]
 
 def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> Any:
     """The shipped samples as the loop would see them: the pool for language modelling, SciCite for labels."""
-    from finetune.data.batches import Batches
-    from finetune.data.encoding import encode
-    from finetune.data.rows import read_rows
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.models.backbone import open_backbone
 
     labelled = "label" in task.columns()
     source = "sample:scicite/train" if labelled else "sample:pool"
@@ -62,8 +63,8 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
 
 def model_of(task: Task, precision: Precision, device: str = "cpu", backbone: str = BACKBONE) -> Any:
     """A backbone, by name or directory, with a fresh adapter, the same at every call."""
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.models.load import load_backbone
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.models.load import load_backbone
 
     labels = ("background", "method", "result") if task.has_classes else None
     loaded = load_backbone(backbone, task=task, label_names=labels, precision=precision, device=device)
@@ -105,10 +106,10 @@ def ours(
     backbone: str = BACKBONE,
 ) -> Callable[[], Any]:
     """A ready run of our loop; calling it trains."""
-    from finetune.models.backbone import open_backbone
-    from finetune.run_directory import RunDirectory
-    from finetune.train.loop import TrainingStage, train_stage
-    from regularizers import build
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.regularizers import build
 
     model, tokenizer = model_of(task, precision, device, backbone), open_backbone(BACKBONE).tokenizer
 
@@ -184,7 +185,7 @@ def sft(
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     transformers.utils.logging.set_verbosity_error()
     rows = rows_of(batches, steps)

@@ -4,7 +4,7 @@
     stage = TrainingStage(name="fine-tune", ..., run=RunDirectory.create("runs/first"))
     result = train_stage(model, tokenizer, stage)
 
-Names are resolved when first used, so that importing `finetune.config` costs nothing.
+Names are resolved when first used, so that importing `flatshift.finetune.config` costs nothing.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a fine-tuning run can be told: one frozen dataclass per component. Imports nothing heavy.
 
-What a run learns is in `finetune.tasks`. Every field's docstring is its help text.
+What a run learns is in `flatshift.finetune.tasks`. Every field's docstring is its help text.
 """
 
 from __future__ import annotations

@@ -9,11 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.recipe.config import Recipe as Recipe
-    from experiments.report import build_report as build_report
-    from experiments.workflows.evaluate import evaluate_run as evaluate_run
-    from finetune.data.rows import read_rows as read_rows
-    from finetune.errors import UserError as UserError
     from flatshift.api import Run as Run
     from flatshift.api import Selection as Selection
     from flatshift.api import Sweep as Sweep
@@ -24,19 +19,24 @@ if TYPE_CHECKING:
     from flatshift.api import select as select
     from flatshift.api import sweep as sweep
     from flatshift.api import train as train
-    from regularizers import GGPO as GGPO
-    from selection import GotDSelector as GotDSelector
-    from selection import Pool as Pool
-    from selection import TfIdfEmbedder as TfIdfEmbedder
-    from selection import sinkhorn_potentials as sinkhorn_potentials
-    from selection.errors import SelectionError as SelectionError
+    from flatshift.experiments.recipe.config import Recipe as Recipe
+    from flatshift.experiments.report import build_report as build_report
+    from flatshift.experiments.workflows.evaluate import evaluate_run as evaluate_run
+    from flatshift.finetune.data.rows import read_rows as read_rows
+    from flatshift.finetune.errors import UserError as UserError
+    from flatshift.regularizers import GGPO as GGPO
+    from flatshift.selection import GotDSelector as GotDSelector
+    from flatshift.selection import Pool as Pool
+    from flatshift.selection import TfIdfEmbedder as TfIdfEmbedder
+    from flatshift.selection import sinkhorn_potentials as sinkhorn_potentials
+    from flatshift.selection.errors import SelectionError as SelectionError
 
 __version__ = "0.2.0"
 
 _PUBLIC = {
-    "Recipe": "experiments.recipe.config",
-    "UserError": "finetune.errors",
-    "SelectionError": "selection.errors",
+    "Recipe": "flatshift.experiments.recipe.config",
+    "UserError": "flatshift.finetune.errors",
+    "SelectionError": "flatshift.selection.errors",
     "Run": "flatshift.api",
     "Selection": "flatshift.api",
     "Sweep": "flatshift.api",
@@ -47,14 +47,14 @@ _PUBLIC = {
     "embedder": "flatshift.api",
     "sweep": "flatshift.api",
     "compare": "flatshift.api",
-    "evaluate_run": "experiments.workflows.evaluate",
-    "build_report": "experiments.report",
+    "evaluate_run": "flatshift.experiments.workflows.evaluate",
+    "build_report": "flatshift.experiments.report",
     "sinkhorn_potentials": "selection",
     "GotDSelector": "selection",
     "TfIdfEmbedder": "selection",
     "Pool": "selection",
     "GGPO": "regularizers",
-    "read_rows": "finetune.data.rows",
+    "read_rows": "flatshift.finetune.data.rows",
 }
 __all__ = [*_PUBLIC, "__version__"]
 

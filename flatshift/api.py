@@ -18,16 +18,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.errors import UserError, address_of, is_remote, shortened
+from flatshift.finetune.errors import UserError, address_of, is_remote, shortened
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from experiments.recipe import Resolved
-    from experiments.recipe.config import Recipe
-    from experiments.recipe.tree import Branch
-    from experiments.results.sweep import SweepData
-    from finetune.evaluate.bootstrap import Interval
+    from flatshift.experiments.recipe import Resolved
+    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.tree import Branch
+    from flatshift.experiments.results.sweep import SweepData
+    from flatshift.finetune.evaluate.bootstrap import Interval
 
 Overrides = Mapping[str, Any]
 """Recipe keys and values: `{"train": {"steps": 4}}` or `{"train.steps": 4}`."""
@@ -35,7 +35,7 @@ Overrides = Mapping[str, Any]
 
 def draw(directory: Path, *parts: Path) -> Path:
     """Draw `plots/` and `report.html` of a finished directory, or one page of its `parts`; returns the page."""
-    from experiments.report import build_report, write_plots
+    from flatshift.experiments.report import build_report, write_plots
 
     if not parts:
         write_plots(directory)
@@ -54,8 +54,8 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
 
         flatshift.load_recipe("classify", {"train": {"steps": 4}, "adapter.rank": 2})
     """
-    from experiments.recipe import from_mapping
-    from experiments.recipe import load_recipe as load
+    from flatshift.experiments.recipe import from_mapping
+    from flatshift.experiments.recipe import load_recipe as load
 
     if reference is not None and not isinstance(reference, str | Path):
         raise _wrong("load_recipe", "reference", "a shipped name, a file or None", reference)
@@ -64,9 +64,9 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
 
 def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
     """Whatever stands for a recipe, resolved."""
-    from experiments.recipe import Resolved, from_mapping
-    from experiments.recipe.config import Recipe
-    from experiments.recipe.resolve import resolve_tree
+    from flatshift.experiments.recipe import Resolved, from_mapping
+    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.resolve import resolve_tree
 
     if isinstance(recipe, str | Path):
         return load_recipe(recipe, overrides)
@@ -111,8 +111,8 @@ def train(
     """
     resolved = _resolved(recipe, overrides, "train")
     where = None if out is None else _path("train", "out", out)
-    from experiments.workflows.train import train
-    from finetune.launch import consistency
+    from flatshift.experiments.workflows.train import train
+    from flatshift.finetune.launch import consistency
 
     if where is None:
         with consistency.dated_directory("runs", resolved.name) as where:
@@ -130,8 +130,8 @@ def resume(path: str | Path, overrides: Overrides | None = None, *, quiet: bool 
     not allowed.
     """
     directory = _path("resume", "path", path)
-    from experiments.recipe import from_mapping
-    from experiments.workflows.train import resume
+    from flatshift.experiments.recipe import from_mapping
+    from flatshift.experiments.workflows.train import resume
 
     resume(directory, [from_mapping(overrides or {})], quiet=quiet, draw=draw)
     return Run(directory)
@@ -154,7 +154,7 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The recipe as it was resolved."""
-        from experiments.recipe import resume_recipe
+        from flatshift.experiments.recipe import resume_recipe
 
         return resume_recipe(self.path).recipe
 
@@ -166,20 +166,20 @@ class Run:
     @property
     def metrics(self) -> dict[str, dict[str, Interval]]:
         """eval.json: `{split: {metric: {"value", "low", "high", "n"}}}`; empty before the run was judged."""
-        from experiments.results.run import read_object
+        from flatshift.experiments.results.run import read_object
 
         return read_object(self.path / "eval.json")
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl in order, one of each stage, split and step: `stage, split, step, loss, …`."""
-        from experiments.results.run import read_metrics
+        from flatshift.experiments.results.run import read_metrics
 
         return read_metrics(self.path / "metrics.jsonl").lines
 
     def evaluate(self, data: str | Path | Sequence[str | Path] = (), *, quiet: bool = True) -> dict[str, Any]:
         """Judge the adapter again, on the run's own splits or on files as the split `data`; as `flatshift eval`."""
-        from experiments.workflows.evaluate import evaluate_run
+        from flatshift.experiments.workflows.evaluate import evaluate_run
 
         return evaluate_run(self.path, data=_files("evaluate", "data", data), quiet=quiet)
 
@@ -201,7 +201,7 @@ class Run:
 
     @cached_property
     def _predictor(self) -> Any:
-        from experiments.workflows.predict import Predictor
+        from flatshift.experiments.workflows.predict import Predictor
 
         return Predictor(self.path)
 
@@ -212,7 +212,7 @@ class Run:
         Raises UserError if the task writes no text, or a prompt does not fit.
         """
         asked = [prompts] if isinstance(prompts, str) else prompts
-        from experiments.workflows.generate import generate_from_run
+        from flatshift.experiments.workflows.generate import generate_from_run
 
         found = generate_from_run(self.path, prompts=_texts("generate", "prompts", asked), raw=raw,
                                   decoding=decoding, quiet=True)  # fmt: skip
@@ -223,9 +223,9 @@ class Run:
 
         Raises UserError for a run that has none yet, or whose backbone changed.
         """
-        from experiments.data.splits import learnt
-        from experiments.workflows.build import lay_out
-        from experiments.workflows.generate import alone, finished_recipe
+        from flatshift.experiments.data.splits import learnt
+        from flatshift.experiments.workflows.build import lay_out
+        from flatshift.experiments.workflows.generate import alone, finished_recipe
 
         recipe = alone(finished_recipe(self.path))
         engine, _ = lay_out(recipe, recipe.task, learnt(recipe, self.path)[0], adapter=self.path / "adapter")
@@ -233,13 +233,13 @@ class Run:
 
     def tokenizer(self) -> Any:
         """The backbone's tokenizer, with which training encoded its rows."""
-        from finetune.models.backbone import open_backbone
+        from flatshift.finetune.models.backbone import open_backbone
 
         return open_backbone(self.recipe.backbone).tokenizer
 
     def report(self, out: str | Path | None = None) -> Path:
         """Draw the run's page anew, by default its `report.html`."""
-        from experiments.report import build_report
+        from flatshift.experiments.report import build_report
 
         return build_report([self.path], out=out or self.path / "report.html")
 
@@ -261,10 +261,10 @@ def select(
     """Choose `budget` samples of a pool for a target, as `flatshift select`.
 
     pool, target: lists of texts, or files as a `Path` or a list of them; or `pool` alone, a recipe with a `select`
-    block. method, embedder: a kind (`"gotd"`, `"tfidf"`, …) or its settings (`selection.methods.gotd.GotD(...)`), else
-    the recipe's, or `cynical` on the backbone's tokens, or GOT-D where an embedder is given. overrides: further
-    recipe keys. out: directory to make; by default nothing is kept but the answer. Lists of texts are kept beside it,
-    as files in `OUT-texts/`, so that its manifest names what was read.
+    block. method, embedder: a kind (`"gotd"`, `"tfidf"`, …) or its settings
+    (`flatshift.selection.methods.gotd.GotD(...)`), else the recipe's, or `cynical` on the backbone's tokens, or GOT-D
+    where an embedder is given. overrides: further recipe keys. out: directory to make; by default nothing is kept but
+    the answer. Lists of texts are kept beside it, as files in `OUT-texts/`, so that its manifest names what was read.
     Raises UserError for wrong types, bad rows or a budget above the pool, before anything is embedded.
 
         flatshift.select(pool_texts, target_texts, budget=100).texts
@@ -287,7 +287,7 @@ def select(
             if not _names_files(target):
                 given["data.holdout"] = 0.0  # no training reads these texts
             resolved = load_recipe(None, {**given, **(overrides or {})})
-        from experiments.select.select import select
+        from flatshift.experiments.select.select import select
 
         manifest = select(resolved, kept, quiet=quiet or out is None, draw=None if out is None else draw)
         return Selection.read(kept, manifest, path=None if out is None else kept)
@@ -305,7 +305,7 @@ def embedder(
 
         ShardWriter("features", flatshift.embedder("gradients", moments=some_texts))
     """
-    from experiments.select.recipe_embedder import RecipeEmbedder
+    from flatshift.experiments.select.recipe_embedder import RecipeEmbedder
 
     recipe = load_recipe(None, {"select.embedder": embedder, **(overrides or {})}).recipe
     assert recipe.select is not None
@@ -324,7 +324,7 @@ def _side(name: str, value: Any, folder: Path) -> list[str]:
     texts = _texts("select", name, value)
     if not texts:
         raise UserError(f"select: {name} is empty; give at least one text")
-    from finetune.atomic import write_text
+    from flatshift.finetune.atomic import write_text
 
     folder.mkdir(parents=True, exist_ok=True)
     lines = (json.dumps({"id": str(row), "text": text}) + "\n" for row, text in enumerate(texts))
@@ -417,8 +417,8 @@ def sweep(
     """
     resolved = _resolved(recipe, overrides, "sweep")
     directory = _path("sweep", "out", out)
-    from experiments.recipe.studies import SweepOptions
-    from experiments.studies.sweep import sweep
+    from flatshift.experiments.recipe.studies import SweepOptions
+    from flatshift.experiments.studies.sweep import sweep
 
     texts = None if grid is None else tuple(f"{key}={_values(key, values)}" for key, values in _items(grid))
     options = SweepOptions(grid=texts, seeds=seeds, design=design, points=points, jobs=jobs)
@@ -468,7 +468,7 @@ class Sweep:
     @cached_property
     def data(self) -> SweepData:
         """The cells as the page reads them."""
-        from experiments.results.sweep import read_sweep
+        from flatshift.experiments.results.sweep import read_sweep
 
         found = read_sweep(self.path)
         assert found is not None
@@ -483,15 +483,15 @@ class Sweep:
     @property
     def finding(self) -> str:
         """The headline of the page."""
-        from experiments.report.chapters.sweep import sweep_finding
-        from experiments.results.analysis import Analysis
+        from flatshift.experiments.report.chapters.sweep import sweep_finding
+        from flatshift.experiments.results.analysis import Analysis
 
         return sweep_finding(self.data, Analysis(self.data))
 
     @property
     def verdicts(self) -> list[Verdict]:
         """One for each curve that could be judged; none where seeds or values are too few."""
-        from experiments.results.analysis import Analysis
+        from flatshift.experiments.results.analysis import Analysis
 
         judged = Analysis(self.data).judged
         return [Verdict(one.axis, dict(one.where), one.verdict.kind, one.evidence) for one in judged]
@@ -504,12 +504,12 @@ class Sweep:
 def compare(recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **rest: Any) -> dict[str, Any]:
     """Run a comparison of training methods, as `flatshift compare`, and return what comparison.json holds.
 
-    recipe: file or shipped name. rest: see `experiments.studies.compare.run.compare`.
+    recipe: file or shipped name. rest: see `flatshift.experiments.studies.compare.run.compare`.
     Raises UserError before any cell runs; Interrupted when stopped: the same call goes on.
     """
-    from experiments.recipe import from_mapping
-    from experiments.report.chapters.comparison import page
-    from experiments.studies.compare.run import compare
+    from flatshift.experiments.recipe import from_mapping
+    from flatshift.experiments.report.chapters.comparison import page
+    from flatshift.experiments.studies.compare.run import compare
 
     laid: list[Branch] = [from_mapping(overrides)] if overrides else []
     return compare(os.fspath(recipe), Path(out), overrides=laid, page=page, **rest)

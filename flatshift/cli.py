@@ -55,7 +55,7 @@ def _fail(message: str, code: int) -> int:
 
 def _refuse_encoding(argv: Sequence[str]) -> None:
     """Raise UserError for a name in another encoding than UTF-8: no recipe, manifest or page could hold it."""
-    from finetune.errors import UserError, shortened
+    from flatshift.finetune.errors import UserError, shortened
 
     try:
         here = str(Path.cwd())
@@ -72,7 +72,7 @@ def _refuse_encoding(argv: Sequence[str]) -> None:
 def _refuse_remote_output(argv: Sequence[str]) -> None:
     """Raise UserError for a directory of results in a store: it is locked, appended to and renamed in, which needs a
     file system."""
-    from finetune.errors import UserError
+    from flatshift.finetune.errors import UserError
 
     for flag, name in itertools.pairwise((*argv, "")):
         flag, _, value = flag.partition("=")
@@ -89,7 +89,7 @@ class _PlainOutput:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        from finetune.errors import printable
+        from flatshift.finetune.errors import printable
 
         return self._stream.write(printable(text))
 
@@ -106,7 +106,7 @@ def _plain_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]
 
 def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
     """What the disk, or a path that somebody named, has; or our bug."""
-    from finetune.errors import disk_trouble, is_disk_full, sentence
+    from flatshift.finetune.errors import disk_trouble, is_disk_full, sentence
 
     named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # of a copy, where it goes
     place = f" at {named}" if named else ""
@@ -122,7 +122,7 @@ def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
 
 def _end(message: str, code: int, *, patient: bool = False) -> int:
     """As `_fail`, but of several ranks only the first says it."""
-    from finetune.launch import failure
+    from flatshift.finetune.launch import failure
 
     return failure.speak(f"flatshift: {message}", code, patient=patient)
 
@@ -130,7 +130,7 @@ def _end(message: str, code: int, *, patient: bool = False) -> int:
 def _examine(argv: Sequence[str]) -> None:
     """What the doctor says where packages of ours are not: it needs only its own file."""
     try:
-        from experiments.workflows.doctor import doctor, render
+        from flatshift.experiments.workflows.doctor import doctor, render
     except ImportError:
         return
     import json
@@ -159,9 +159,9 @@ def run(argv: Sequence[str]) -> int:
         if name == "doctor":
             _examine(argv)
         return _fail(f"error: {foreign}", 2)
-    from finetune.errors import Interrupted, OutOfMemory, UserError, first_line, sentence
-    from regularizers.errors import RegularizerError
-    from selection.errors import SelectionError
+    from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_line, sentence
+    from flatshift.regularizers.errors import RegularizerError
+    from flatshift.selection.errors import SelectionError
 
     try:
         _refuse_encoding(argv)
@@ -191,7 +191,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    from finetune.launch import failure, watchdog
+    from flatshift.finetune.launch import failure, watchdog
 
     return failure.speak_of(error, watchdog.missing)
 
@@ -200,7 +200,7 @@ def _set_allocator() -> None:
     """Before anything imports torch; ranks and cells of a sweep inherit it."""
     if installation.foreign() is not None:  # of which `run` tells
         return
-    from finetune.compute.allocator import fixed_workspaces, growing_segments
+    from flatshift.finetune.compute.allocator import fixed_workspaces, growing_segments
 
     os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
 
@@ -212,7 +212,7 @@ def _heard(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     if installation.foreign() is not None:  # of which `run` tells
         return contextlib.nullcontext()
-    from experiments.run.console import never_silent
+    from flatshift.experiments.run.console import never_silent
 
     return never_silent(f"flatshift {name}")
 
@@ -234,7 +234,7 @@ def main() -> None:
         if code == _INTERRUPTED:  # somebody waits, all is put away, and the libraries' own ending takes a CPU-second
             os._exit(code)
         raise SystemExit(code)
-    from finetune.launch import failure, spawn
+    from flatshift.finetune.launch import failure, spawn
 
     spawn.tie_to_launcher()
     with _heard(sys.argv[1:]) if os.environ["RANK"] == "0" else contextlib.nullcontext():

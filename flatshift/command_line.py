@@ -19,14 +19,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from experiments.recipe import from_override, refuse_contradictions
-from experiments.recipe.config import Recipe, ending_with
-from experiments.run.console import others_speak
-from finetune.config import LONGEST
-from finetune.errors import UserError, shortened
-from finetune.launch import spawn
-from finetune.models.quantize import check_available
-from finetune.planner.rules import Settings, check_settings
+from flatshift.experiments.recipe import from_override, refuse_contradictions
+from flatshift.experiments.recipe.config import Recipe, ending_with
+from flatshift.experiments.run.console import others_speak
+from flatshift.finetune.config import LONGEST
+from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.launch import spawn
+from flatshift.finetune.models.quantize import check_available
+from flatshift.finetune.planner.rules import Settings, check_settings
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 _SEED = (0, 2**63 - 1)

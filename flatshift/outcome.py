@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import printable
-from finetune.tasks import KINDS
+from flatshift.finetune.errors import printable
+from flatshift.finetune.tasks import KINDS
 
 if TYPE_CHECKING:
-    from experiments.results.run import Run
+    from flatshift.experiments.results.run import Run
 
 _TOP, _VERDICTS, _TEXT = 3, 6, 64
 
@@ -35,9 +35,9 @@ def _quoted(word: str) -> str:
 
 def of_training(path: Path) -> None:
     """The figure of each split that counts first beside its floor. Raises UserError for a run that cannot be read."""
-    from experiments.report.formats import aligned, number, with_interval
-    from experiments.results.run import headline, read_run
-    from finetune.evaluate.metrics import metric_of
+    from flatshift.experiments.report.formats import aligned, number, with_interval
+    from flatshift.experiments.results.run import headline, read_run
+    from flatshift.finetune.evaluate.metrics import metric_of
 
     run, rows = read_run(path), []
     alone: dict[str, Any] = {f"{split}, backbone alone": judged.metrics for split, judged in run.cold.items()}
@@ -68,7 +68,7 @@ def _to_hand_on(path: Path) -> list[list[str]]:
 
 def of_merge(path: Path, merged: Path) -> None:
     """Where to go with the merged model of the run in `path`."""
-    from experiments.results.run import read_run
+    from flatshift.experiments.results.run import read_run
 
     found = [["flatshift", "push", str(merged), f"ORGANISATION/{path.resolve().name}"]]
     if _converses(read_run(path)):
@@ -102,9 +102,9 @@ def of_prediction(path: Path, data: Sequence[str]) -> None:
 
 
 def _has_answers(path: Path, data: Sequence[str]) -> bool:
-    from experiments.recipe import resume_recipe
-    from finetune.data.rows import read_rows
-    from finetune.errors import UserError
+    from flatshift.experiments.recipe import resume_recipe
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.errors import UserError
 
     recipe = resume_recipe(path).recipe
     task, columns = recipe.task, recipe.data.columns
@@ -118,7 +118,7 @@ def _has_answers(path: Path, data: Sequence[str]) -> bool:
 
 def of_directory(path: Path) -> None:
     """The next commands alone, for what already printed its figures about the run in `path`."""
-    from experiments.results.run import read_run
+    from flatshift.experiments.results.run import read_run
 
     say("", after_run(read_run(path)))
 
@@ -126,9 +126,9 @@ def of_directory(path: Path) -> None:
 def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
     """The first choices. recipe: by which they were made; one with a warm-up goes on with them, under the same recipe
     keys `words` of the command line. Raises UserError for a selection that cannot be read."""
-    from experiments.report.formats import aligned, number
-    from experiments.results.run import read_run
-    from finetune.errors import shortened
+    from flatshift.experiments.report.formats import aligned, number
+    from flatshift.experiments.results.run import read_run
+    from flatshift.finetune.errors import shortened
 
     rows, made = [], read_run(path)
     chosen = made.selection
@@ -147,8 +147,8 @@ def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
 
 def _on_selection(path: Path, recipe: dict[str, Any]) -> list[str] | None:
     """Language modelling on the selection, on the recipe's backbone; None of one that learns no texts by themselves."""
-    from experiments.recipe import load_recipe
-    from finetune.models.backbone import open_backbone
+    from flatshift.experiments.recipe import load_recipe
+    from flatshift.finetune.models.backbone import open_backbone
 
     name, text = str(recipe["backbone"]), recipe["select"]["columns"]["text"]
     words = ["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl")]
@@ -165,9 +165,9 @@ def _on_selection(path: Path, recipe: dict[str, Any]) -> list[str] | None:
 def of_sweep(path: Path, argv: Sequence[str]) -> None:
     """The setting with the lowest error and the verdicts; argv: what the command was given, to be run with more seeds
     where a curve is undecided. Raises UserError for a sweep that cannot be read."""
-    from experiments.report.formats import aligned, figure_name, setting, with_interval
-    from experiments.results.analysis import Analysis
-    from experiments.results.sweep import read_sweep
+    from flatshift.experiments.report.formats import aligned, figure_name, setting, with_interval
+    from flatshift.experiments.results.analysis import Analysis
+    from flatshift.experiments.results.sweep import read_sweep
 
     data = read_sweep(path)
     if data is None:

@@ -1,6 +1,6 @@
 """What is added to a training step to find flat minima. Pure torch; a PEFT model is recognised by what it has.
 
-    from regularizers import GGPO, build
+    from flatshift.regularizers import GGPO, build
 
     regularizer = build(GGPO(sigma=0.05)).attach(peft_model, seed=0, total_steps=200)
     with regularizer.step(t):
@@ -16,7 +16,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from regularizers.config import (
+from flatshift.regularizers.config import (
     ASAM,
     BAR,
     GGPO,
@@ -30,12 +30,12 @@ from regularizers.config import (
     Plain,
     RegularizerConfig,
 )
-from regularizers.errors import RegularizerError
+from flatshift.regularizers.errors import RegularizerError
 
 if TYPE_CHECKING:
-    from regularizers.methods.ggpo import GGPORegularizer
-    from regularizers.protocol import PlainRegularizer, Regularizer, build
-    from regularizers.trainer import RegularizerCallback, TwoPassMixin
+    from flatshift.regularizers.methods.ggpo import GGPORegularizer
+    from flatshift.regularizers.protocol import PlainRegularizer, Regularizer, build
+    from flatshift.regularizers.trainer import RegularizerCallback, TwoPassMixin
 
 _HOMES = {
     "GGPORegularizer": "methods.ggpo",

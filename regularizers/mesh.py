@@ -2,7 +2,7 @@
 
 Two cuts are told apart. *Tensor parallelism* gives a process some rows or some columns of W0 as a plain tensor, for
 good: `Placement.rows` and `columns` say which. *FSDP2* splits these tensors further between forward passes and gathers
-them for each: that is read off the parameters themselves (`regularizers.layers.sharded`).
+them for each: that is read off the parameters themselves (`flatshift.regularizers.layers.sharded`).
 """
 
 from __future__ import annotations

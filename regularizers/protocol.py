@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from regularizers.config import (
+from flatshift.regularizers.config import (
     ASAM,
     BAR,
     GGPO,
@@ -40,14 +40,14 @@ from regularizers.config import (
     Plain,
     RegularizerConfig,
 )
-from regularizers.errors import RegularizerError
+from flatshift.regularizers.errors import RegularizerError
 
 if TYPE_CHECKING:
     from typing import Self
 
     from torch import Tensor, nn
 
-    from regularizers.mesh import Placement
+    from flatshift.regularizers.mesh import Placement
 
 
 @dataclass(frozen=True)
@@ -181,5 +181,5 @@ def build(config: RegularizerConfig) -> Regularizer:
         known = ", ".join(kind.__name__ for kind in _HOMES)
         raise RegularizerError(f"no regularizer for settings of type {type(config).__name__}; use one of {known}")
     module, _, name = _HOMES[type(config)].partition(":")
-    made: Regularizer = getattr(import_module(f"regularizers.{module}"), name)(config)
+    made: Regularizer = getattr(import_module(f"flatshift.regularizers.{module}"), name)(config)
     return made

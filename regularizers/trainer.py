@@ -28,11 +28,11 @@ import torch
 from torch import Tensor, nn
 from transformers.trainer_callback import TrainerCallback
 
-from regularizers.config import RegularizerConfig
-from regularizers.errors import RegularizerError
-from regularizers.layers.sharded import is_sharded
-from regularizers.mesh import ALONE, Alone, Placement
-from regularizers.protocol import Regularizer, build
+from flatshift.regularizers.config import RegularizerConfig
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.sharded import is_sharded
+from flatshift.regularizers.mesh import ALONE, Alone, Placement
+from flatshift.regularizers.protocol import Regularizer, build
 
 if TYPE_CHECKING:
     from typing import Self
@@ -122,12 +122,12 @@ class RegularizerCallback(TrainerCallback):
             if self.regularizer.passes > 1:
                 raise RegularizerError(
                     f"{name} takes two passes over a step's batches, which a callback cannot make; train with "
-                    "`class SamTrainer(TwoPassMixin, Trainer): ...` (from regularizers import TwoPassMixin)"
+                    "`class SamTrainer(TwoPassMixin, Trainer): ...` (from flatshift.regularizers import TwoPassMixin)"
                 )
             if getattr(args, "torch_compile", False):
                 raise RegularizerError(
                     "torch_compile hides from RegularizerCallback when a backward pass ends; train with "
-                    "`class MyTrainer(TwoPassMixin, Trainer): ...` (from regularizers import TwoPassMixin)"
+                    "`class MyTrainer(TwoPassMixin, Trainer): ...` (from flatshift.regularizers import TwoPassMixin)"
                 )
         placement = _placement(args, model)
         seed = args.seed if self.seed is None else self.seed

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from finetune import assets, atomic
-from finetune.seeds import numpy_generator
+from flatshift.finetune import assets, atomic
+from flatshift.finetune.seeds import numpy_generator
 from scripts.ngram import KneserNey, unigram_log_probabilities
 from scripts.pretrain_backbone import EOS, documents, stream_loss, token_stream
 
@@ -234,7 +234,7 @@ without a network. {trained_how_far(card)} It is there to be adapted, measured a
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from finetune.assets import backbone
+from flatshift.finetune.assets import backbone
 
 model = AutoModelForCausalLM.from_pretrained(backbone("{name}"))
 tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))

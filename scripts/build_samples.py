@@ -21,8 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune import atomic
-from finetune.seeds import numpy_generator
+from flatshift.finetune import atomic
+from flatshift.finetune.seeds import numpy_generator
 
 OUT = Path(__file__).resolve().parent.parent / "finetune" / "samples"
 LIMIT_BYTES = 6_000_000

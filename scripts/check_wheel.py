@@ -90,7 +90,7 @@ def smoke(python: Path, folder: Path) -> None:
     for arguments in (["--help"], ["doctor"], ["recipes", "list"], ["train", "--help"]):
         subprocess.run([command, *arguments], check=True, cwd=folder, stdout=subprocess.DEVNULL)
     where = subprocess.run(
-        [python, "-c", "import finetune; print(finetune.__file__)"],
+        [python, "-c", "from flatshift import finetune; print(finetune.__file__)"],
         check=True,
         cwd=folder,
         capture_output=True,
@@ -121,7 +121,9 @@ def smoke(python: Path, folder: Path) -> None:
 
 def overwritten(python: Path, folder: Path) -> None:
     """Another distribution writes over `finetune`, as the one of that name on PyPI does: every way in says so."""
-    about = subprocess.run([python, "-c", "import finetune; print(finetune.__path__[0])"], cwd=folder, **_TEXT).stdout
+    about = subprocess.run(
+        [python, "-c", "from flatshift import finetune; print(finetune.__path__[0])"], cwd=folder, **_TEXT
+    ).stdout
     package = Path(about.strip())
     other = package.parent / "finetune-0.10.0.dist-info"
     other.mkdir()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune import assets, atomic
+from flatshift.finetune import assets, atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from finetune import atomic
-from finetune.seeds import numpy_generator, torch_generator
+from flatshift.finetune import atomic
+from flatshift.finetune.seeds import numpy_generator, torch_generator
 from scripts.packed_tokens import BOS as BOS
 from scripts.packed_tokens import EOS as EOS
 from scripts.packed_tokens import PAD as PAD

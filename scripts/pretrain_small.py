@@ -32,9 +32,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from finetune import assets, atomic
-from finetune.data.masking import IGNORE, SPECIAL, Masking
-from finetune.seeds import numpy_generator, torch_generator
+from flatshift.finetune import assets, atomic
+from flatshift.finetune.data.masking import IGNORE, SPECIAL, Masking
+from flatshift.finetune.seeds import numpy_generator, torch_generator
 from scripts.pretrain_backbone import BOS, EOS, PAD, documents, learning_rate, token_stream
 
 if TYPE_CHECKING:

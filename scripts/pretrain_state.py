@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune import atomic
+from flatshift.finetune import atomic
 
 
 class Stopped(Exception):

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from finetune import atomic
+from flatshift.finetune import atomic
 
 _DATA = """## Data and licence
 
@@ -66,7 +66,7 @@ encoder (BERT, RoBERTa, MiniLM) for anything but trying things out.
 
 ```python
 from transformers import AutoModelForMaskedLM, AutoTokenizer
-from finetune.assets import backbone
+from flatshift.finetune.assets import backbone
 
 model = AutoModelForMaskedLM.from_pretrained(backbone("{name}"))
 tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))
@@ -118,7 +118,7 @@ sentences. Take a real T5 for anything but trying things out.
 
 ```python
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from finetune.assets import backbone
+from flatshift.finetune.assets import backbone
 
 model = AutoModelForSeq2SeqLM.from_pretrained(backbone("{name}"))
 tokenizer = AutoTokenizer.from_pretrained(backbone("{name}"))

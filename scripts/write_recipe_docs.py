@@ -13,8 +13,8 @@ import typing
 from pathlib import Path
 from typing import Any, Union
 
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import key_of
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import key_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"
 HEAD = """# Recipes

@@ -9,16 +9,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args
 
-from experiments.recipe.rules import CELL_RULES, SPLIT_RULES
-from experiments.recipe.rules import RULES as RECIPE_RULES
-from finetune.config import Adapter, Mesh, Train
-from finetune.models.families import context_families, pipeline_families, tensor_plans
-from finetune.parallel.pipeline import bubble, schedules
-from finetune.parallel.pipeline.plan import virtual_stages
-from finetune.planner.rules import RULES, Settings, broken_rule
-from finetune.stacked.limits import REASONS
-from finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
-from regularizers.config import GGPO, SAM, Plain, RegularizerConfig
+from flatshift.experiments.recipe.rules import CELL_RULES, SPLIT_RULES
+from flatshift.experiments.recipe.rules import RULES as RECIPE_RULES
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.models.families import context_families, pipeline_families, tensor_plans
+from flatshift.finetune.parallel.pipeline import bubble, schedules
+from flatshift.finetune.parallel.pipeline.plan import virtual_stages
+from flatshift.finetune.planner.rules import RULES, Settings, broken_rule
+from flatshift.finetune.stacked.limits import REASONS
+from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
+from flatshift.regularizers.config import GGPO, SAM, Plain, RegularizerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support-matrix.md"
 HEAD = """# What goes with what on a mesh?

@@ -5,35 +5,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from selection.config import build_selector
-from selection.errors import ConvergenceWarning, SelectionError
-from selection.features.matrix import load_features
-from selection.features.pooling import pool_features
-from selection.features.static import StaticEmbedder
-from selection.features.tfidf import TfIdfEmbedder
-from selection.features.tokens import TokenRows
-from selection.methods.auto import AutoSelector
-from selection.methods.base import Pool, Selector, Target
-from selection.methods.classifier import ClassifierSelector
-from selection.methods.contrast import GotDContrastSelector
-from selection.methods.cynical import CynicalSelector
-from selection.methods.domains import DomainsSelector
-from selection.methods.dsir import DSIRSelector
-from selection.methods.gotd import GotDSelector
-from selection.methods.knn import KNNSelector
-from selection.methods.length import LengthSelector
-from selection.methods.less import LessSelector
-from selection.methods.loss_gap import LossGapSelector
-from selection.methods.moore_lewis import MooreLewisSelector
-from selection.methods.perplexity import PerplexitySelector
-from selection.methods.random import RandomSelector
-from selection.methods.round_robin import RoundRobinSelector
-from selection.methods.tsds import TSDSSelector
+from flatshift.selection.config import build_selector
+from flatshift.selection.errors import ConvergenceWarning, SelectionError
+from flatshift.selection.features.matrix import load_features
+from flatshift.selection.features.pooling import pool_features
+from flatshift.selection.features.static import StaticEmbedder
+from flatshift.selection.features.tfidf import TfIdfEmbedder
+from flatshift.selection.features.tokens import TokenRows
+from flatshift.selection.methods.auto import AutoSelector
+from flatshift.selection.methods.base import Pool, Selector, Target
+from flatshift.selection.methods.classifier import ClassifierSelector
+from flatshift.selection.methods.contrast import GotDContrastSelector
+from flatshift.selection.methods.cynical import CynicalSelector
+from flatshift.selection.methods.domains import DomainsSelector
+from flatshift.selection.methods.dsir import DSIRSelector
+from flatshift.selection.methods.gotd import GotDSelector
+from flatshift.selection.methods.knn import KNNSelector
+from flatshift.selection.methods.length import LengthSelector
+from flatshift.selection.methods.less import LessSelector
+from flatshift.selection.methods.loss_gap import LossGapSelector
+from flatshift.selection.methods.moore_lewis import MooreLewisSelector
+from flatshift.selection.methods.perplexity import PerplexitySelector
+from flatshift.selection.methods.random import RandomSelector
+from flatshift.selection.methods.round_robin import RoundRobinSelector
+from flatshift.selection.methods.tsds import TSDSSelector
 
 if TYPE_CHECKING:
-    from selection.features.cache import FeatureCache
-    from selection.features.projection import RandomProjection
-    from selection.transport.solver import Potentials, sinkhorn_potentials
+    from flatshift.selection.features.cache import FeatureCache
+    from flatshift.selection.features.projection import RandomProjection
+    from flatshift.selection.transport.solver import Potentials, sinkhorn_potentials
 
 _HEAVY = {
     "FeatureCache": "features.cache",
@@ -80,5 +80,5 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HEAVY:
-        return getattr(importlib.import_module(f"selection.{_HEAVY[name]}"), name)
+        return getattr(importlib.import_module(f"flatshift.selection.{_HEAVY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,33 +6,33 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from selection.errors import SelectionError
-from selection.features.matrix import Features
-from selection.features.pooling import Backbone, Encoder, Gradients
-from selection.features.static import Static
-from selection.features.tfidf import TfIdf
-from selection.features.token_space import TokenNgrams
-from selection.methods.auto import Auto
-from selection.methods.classifier import Classifier
-from selection.methods.contrast import GotDContrast
-from selection.methods.cynical import Cynical
-from selection.methods.domains import DomainsSelector
-from selection.methods.dsir import DSIR
-from selection.methods.gotd import GotD
-from selection.methods.knn import KNN
-from selection.methods.length import Length
-from selection.methods.less import Less
-from selection.methods.loss_gap import LossGap
-from selection.methods.moore_lewis import MooreLewis
-from selection.methods.perplexity import Perplexity
-from selection.methods.random import Random
-from selection.methods.round_robin import RoundRobin
-from selection.methods.tsds import TSDS
-from selection.validation import Around, check
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.matrix import Features
+from flatshift.selection.features.pooling import Backbone, Encoder, Gradients
+from flatshift.selection.features.static import Static
+from flatshift.selection.features.tfidf import TfIdf
+from flatshift.selection.features.token_space import TokenNgrams
+from flatshift.selection.methods.auto import Auto
+from flatshift.selection.methods.classifier import Classifier
+from flatshift.selection.methods.contrast import GotDContrast
+from flatshift.selection.methods.cynical import Cynical
+from flatshift.selection.methods.domains import DomainsSelector
+from flatshift.selection.methods.dsir import DSIR
+from flatshift.selection.methods.gotd import GotD
+from flatshift.selection.methods.knn import KNN
+from flatshift.selection.methods.length import Length
+from flatshift.selection.methods.less import Less
+from flatshift.selection.methods.loss_gap import LossGap
+from flatshift.selection.methods.moore_lewis import MooreLewis
+from flatshift.selection.methods.perplexity import Perplexity
+from flatshift.selection.methods.random import Random
+from flatshift.selection.methods.round_robin import RoundRobin
+from flatshift.selection.methods.tsds import TSDS
+from flatshift.selection.validation import Around, check
 
 if TYPE_CHECKING:
-    from selection.methods.base import Selector
-    from selection.methods.perplexity import Measure
+    from flatshift.selection.methods.base import Selector
+    from flatshift.selection.methods.perplexity import Measure
 
 Inner = (
     Cynical
@@ -94,7 +94,9 @@ def build_selector(
 ) -> Selector:
     """The selector that `method` describes, with what `Around` says. Raises SelectionError for another type."""
     if not isinstance(method, Method):
-        raise SelectionError(f"no selector for {type(method).__name__}; use one of the methods of selection.config")
+        raise SelectionError(
+            f"no selector for {type(method).__name__}; use one of the methods of flatshift.selection.config"
+        )
     return method.build(Around(seed=seed, budget=budget, measure=measure, device=device, state=state))
 
 

@@ -9,8 +9,8 @@ from inspect import signature
 from math import inf
 from typing import Any, TypeVar
 
-from selection.errors import SelectionError
-from selection.lazy import np
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
 
 
 def feature_matrix(value: Any, side: str) -> Any:

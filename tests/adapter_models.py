@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.adapters.adapter import trainable
+from flatshift.finetune.adapters.adapter import trainable
 
 
 def move(model: Any, seed: int = 1) -> Any:

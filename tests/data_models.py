@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data.rows import Row
+from flatshift.finetune.data.rows import Row
 
 CORPUS = [
     "the cat sat on the mat and the dog sat on the log",

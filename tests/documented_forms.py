@@ -23,9 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import processors
 
-from finetune.assets import sample
-from finetune.data.formats import records
-from regularizers.config import RegularizerConfig
+from flatshift.finetune.assets import sample
+from flatshift.finetune.data.formats import records
+from flatshift.regularizers.config import RegularizerConfig
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 from tests.seq2seq_models import save_encoder_decoder

@@ -12,12 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-from experiments.run.console import graceful_stop
-from finetune.config import Mesh
-from finetune.errors import Interrupted, UserError
-from finetune.launch import consistency, spawn, watchdog
 from flatshift import cli
 from flatshift.commands import train
+from flatshift.experiments.run.console import graceful_stop
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.launch import consistency, spawn, watchdog
 
 STEPS, MOMENT = 600, 5
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 def few_updates(engine: Any, batches: Any, task: Any, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of `steps` updates, and the whole gradients of the first one."""
-    from finetune.config import Optimizer
-    from finetune.train.optimizer import AdapterOptimizer
+    from flatshift.finetune.config import Optimizer
+    from flatshift.finetune.train.optimizer import AdapterOptimizer
 
     settings = Optimizer(lr=1e-3, eps=1e-6)
     optimizer = AdapterOptimizer(engine.parameters, settings)

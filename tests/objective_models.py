@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from finetune.adapters.adapter import trainable
-from finetune.data.rows import Row
+from flatshift.finetune.adapters.adapter import trainable
+from flatshift.finetune.data.rows import Row
 from tests.data_models import CORPUS, row
 from tests.finetune_models import save_backbone
 

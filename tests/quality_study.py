@@ -7,7 +7,7 @@ import json
 import lzma
 from pathlib import Path
 
-from finetune.assets import pool_tags, sample
+from flatshift.finetune.assets import pool_tags, sample
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 

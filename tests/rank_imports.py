@@ -13,10 +13,10 @@ from transformers import (
     Trainer,
 )
 
-import finetune.evaluate
-import finetune.parallel.build
-import finetune.train.loop
-import regularizers
+import flatshift.finetune.evaluate
+import flatshift.finetune.parallel.build
+import flatshift.finetune.train.loop
+from flatshift import regularizers
 
 __all__ = [
     "AutoTokenizer",

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.errors import Interrupted
-from finetune.models.fingerprint import checksum
-from finetune.models.load import load_backbone
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import LanguageModel
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import RegularizerConfig, build
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import RegularizerConfig, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
 STEPS = 6

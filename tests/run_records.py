@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.workflows.run_parts import run_sums
-from finetune.atomic import write_json
-from finetune.digests import DONE, FILES
+from flatshift.experiments.workflows.run_parts import run_sums
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.digests import DONE, FILES
 
 
 def record_anew(run: Path) -> None:

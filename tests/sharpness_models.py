@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regularizers.sharpness import AdapterSpace, FullSpace, Hessian, Objective, Sharpness, Space
+from flatshift.regularizers.sharpness import AdapterSpace, FullSpace, Hessian, Objective, Sharpness, Space
 from tests.regularizer_models import frozen_checksums, tiny_gpt2, tokens, with_lora
 
 IDS = tokens(6, 8)

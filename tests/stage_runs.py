@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from finetune.config import Evaluate
-from finetune.errors import Interrupted
-from finetune.run_directory import RunDirectory
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import Plain, build
+from flatshift.finetune.config import Evaluate
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import Plain, build
 from tests.finetune_models import PadOnly
 
 

@@ -9,11 +9,11 @@ import signal
 import time
 from pathlib import Path
 
-from experiments.recipe import load_recipe
-from experiments.studies.cell import Cell, Result, finish_cell, result_of
-from experiments.studies.queue import Unit
-from finetune.errors import Interrupted
-from finetune.run_directory import RunDirectory
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.studies.cell import Cell, Result, finish_cell, result_of
+from flatshift.experiments.studies.queue import Unit
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.run_directory import RunDirectory
 
 
 def cells_that(behaviours: list[str], *, seeds: int = 1) -> list[Cell]:

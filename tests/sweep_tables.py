@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from experiments.results.cells import FORMAT
-from experiments.results.run import read_run
+from flatshift.experiments.results.cells import FORMAT
+from flatshift.experiments.results.run import read_run
 
 
 def cells(folder: Path, rows: list[dict[str, Any]], grid: dict[str, Any] | None, **plan: Any) -> Any:

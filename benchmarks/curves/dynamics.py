@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from experiments.statistics.curve import Curve
-from finetune.seeds import numpy_generator
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.finetune.seeds import numpy_generator
 
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 

@@ -13,9 +13,9 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.statistics.curve import Curve
-from finetune.errors import UserError
-from finetune.seeds import numpy_generator
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import numpy_generator
 
 Ridge = Literal["vanishing", "tuned"]
 VANISHING = 1e-4

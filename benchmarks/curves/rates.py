@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from experiments.statistics.pairs import critical, null, pairs_of, point_variances, rises_and_falls
-from experiments.statistics.scale import scale_of
+from flatshift.experiments.statistics.pairs import critical, null, pairs_of, point_variances, rises_and_falls
+from flatshift.experiments.statistics.scale import scale_of
 
 _SCREEN = 2000
 _CLEAR = 5.0

@@ -37,7 +37,7 @@ class BadInput:
 
 def make_sandbox(root: Path) -> Path:
     """Good rows, a backbone and finished runs that sort and write in `root`, which the bad inputs are made from."""
-    from finetune import assets
+    from flatshift.finetune import assets
 
     write_jsonl(root / "rows.jsonl", ROWS)
     write_jsonl(root / "test.jsonl", [{**row, "text": f"unseen {row['text']}"} for row in ROWS])

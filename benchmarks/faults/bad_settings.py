@@ -55,14 +55,14 @@ class Setting:
 
 def settings() -> list[Setting]:
     """All that take a number or a text."""
-    from experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.config import Recipe
 
     found = dict.fromkeys(_below(Recipe, "", ()))
     return [one for one in found if not one.key.startswith(("comparison", "extends"))]
 
 
 def _below(cls: type, path: str, kinds: tuple[tuple[str, str], ...]) -> Iterator[Setting]:
-    from experiments.recipe.tree import key_of
+    from flatshift.experiments.recipe.tree import key_of
 
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):

@@ -28,9 +28,9 @@ from typing import Any
 
 from benchmarks._harness import RESULTS, ROOT, Benchmark
 from benchmarks.faults.mutator import Mutator
-from finetune.errors import SENTENCE, Interrupted, UserError, sentence
-from regularizers.errors import RegularizerError
-from selection.errors import SelectionError
+from flatshift.finetune.errors import SENTENCE, Interrupted, UserError, sentence
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.selection.errors import SelectionError
 
 WANTED = 1_000_000
 LIMIT_S = 2.0
@@ -61,18 +61,18 @@ class Count:
 
 def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     """Name → what reads a file of that kind, given its bytes."""
-    from experiments.recipe.build import build
-    from experiments.recipe.config import Recipe
-    from experiments.recipe.resolve import Resolved
-    from experiments.recipe.tree import parse, parse_file
-    from experiments.results.run import read_metrics as read_back
-    from experiments.studies.sweep.axes import count_of, parse_grid, points_of
-    from finetune.config import Columns
-    from finetune.data.chat.conversation import read_conversation
-    from finetune.data.rows import read_rows
-    from finetune.models.safetensors_index import SINGLE, read_index
-    from finetune.run_directory import read_metrics
-    from selection.features.matrix import load_features
+    from flatshift.experiments.recipe.build import build
+    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.resolve import Resolved
+    from flatshift.experiments.recipe.tree import parse, parse_file
+    from flatshift.experiments.results.run import read_metrics as read_back
+    from flatshift.experiments.studies.sweep.axes import count_of, parse_grid, points_of
+    from flatshift.finetune.config import Columns
+    from flatshift.finetune.data.chat.conversation import read_conversation
+    from flatshift.finetune.data.rows import read_rows
+    from flatshift.finetune.models.safetensors_index import SINGLE, read_index
+    from flatshift.finetune.run_directory import read_metrics
+    from flatshift.selection.features.matrix import load_features
 
     def kept(name: str, data: bytes) -> Path:
         path = folder / name
@@ -252,7 +252,7 @@ def _read_ledger(seed: int) -> dict[str, Count]:
 
 
 def _write_ledger(seed: int, counts: dict[str, Count]) -> None:
-    from finetune.atomic import write_json
+    from flatshift.finetune.atomic import write_json
 
     write_json(LEDGER, {name: {"code": _code(name, seed), **vars(count)} for name, count in counts.items()})
 
@@ -264,8 +264,14 @@ def led_by_coverage(name: str, runs: int, seed: int) -> None:
     """Atheris (libFuzzer) over one parser, `runs` executions; ends this process, with an error where one goes wrong."""
     import atheris
 
-    parsers = ["experiments.recipe", "finetune.data", "finetune.run_directory", "selection.features.matrix", "yaml"]
-    with atheris.instrument_imports(include=[*parsers, "finetune.models.safetensors_index"]):
+    parsers = [
+        "flatshift.experiments.recipe",
+        "flatshift.finetune.data",
+        "flatshift.finetune.run_directory",
+        "flatshift.selection.features.matrix",
+        "yaml",
+    ]
+    with atheris.instrument_imports(include=[*parsers, "flatshift.finetune.models.safetensors_index"]):
         folder = Path(tempfile.mkdtemp(prefix="flatshift-atheris-"))
         (folder / "corpus").mkdir()
         parser, mutator = _parsers(folder)[name], Mutator(name)

@@ -54,14 +54,14 @@ def serve() -> None:
 
 
 _COMMANDS = (
-    "experiments.workflows.train",
-    "experiments.select.select",
-    "experiments.workflows.merge",
-    "experiments.workflows.export",
-    "experiments.workflows.generate",
-    "experiments.report.page",
-    "experiments.studies.sweep.command",
-    "experiments.studies.compare.run",
+    "flatshift.experiments.workflows.train",
+    "flatshift.experiments.select.select",
+    "flatshift.experiments.workflows.merge",
+    "flatshift.experiments.workflows.export",
+    "flatshift.experiments.workflows.generate",
+    "flatshift.experiments.report.page",
+    "flatshift.experiments.studies.sweep.command",
+    "flatshift.experiments.studies.compare.run",
 )
 
 

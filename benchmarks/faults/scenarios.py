@@ -191,7 +191,7 @@ def _table(path: Path) -> str:
 
 
 def _metrics(path: Path) -> str:
-    from finetune.run_directory import read_metrics
+    from flatshift.finetune.run_directory import read_metrics
 
     return digest(json.dumps([_plain(line) for line in read_metrics(path)], sort_keys=True).encode())
 

@@ -29,16 +29,16 @@ LONGEST = 300
 BUG = 70
 REFUSED = 2
 _HEAVY = (
-    "experiments.workflows.merge",
-    "experiments.workflows.export",
-    "experiments.workflows.evaluate",
-    "experiments.workflows.sharpness",
+    "flatshift.experiments.workflows.merge",
+    "flatshift.experiments.workflows.export",
+    "flatshift.experiments.workflows.evaluate",
+    "flatshift.experiments.workflows.sharpness",
 )
 _HEAVY += (
-    "experiments.report",
-    "experiments.workflows.train",
-    "experiments.studies",
-    "experiments.select.select",
+    "flatshift.experiments.report",
+    "flatshift.experiments.workflows.train",
+    "flatshift.experiments.studies",
+    "flatshift.experiments.select.select",
     "peft",
     "pandas",
 )

@@ -64,7 +64,7 @@ class Operations:
     causal: float
     """Products of linear layers, and attention over the pairs that a causal mask leaves: what must be computed."""
     full: float
-    """The same with all pairs (PaLM, 2204.02311, appendix B; `finetune.train.throughput`)."""
+    """The same with all pairs (PaLM, 2204.02311, appendix B; `flatshift.finetune.train.throughput`)."""
     weights: float
     """4 for each weight of the backbone and token, no attention: the convention of the published figure."""
 
@@ -116,7 +116,7 @@ def backbone(shape: Shape, device: Any, *, precision: Literal["fp32", "bf16"] = 
     from transformers import LlamaForCausalLM
     from transformers.utils import logging
 
-    from finetune.seeds import torch_generator
+    from flatshift.finetune.seeds import torch_generator
 
     logging.set_verbosity_error()
     where, config = torch.device(device), configuration(shape)
@@ -146,10 +146,10 @@ def adapted(
     precision: Literal["fp32", "bf16"] = "bf16",
 ) -> Any:
     """The same with an adapter on all linear layers, as a run has it."""
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.config import Adapter
-    from finetune.parallel.activation_checkpoint import checkpoint_activations
-    from finetune.tasks import LanguageModel
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.config import Adapter
+    from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+    from flatshift.finetune.tasks import LanguageModel
 
     frozen = backbone(shape, device, precision=precision)
     model = attach_adapter(frozen, Adapter(rank=rank), task=LanguageModel(pack=False), seed=SEED)
@@ -162,10 +162,10 @@ def batches(shape: Shape, *, rows: int, sequence: int, count: int = 4) -> Any:
     again."""
     import numpy as np
 
-    from finetune.data.batches import Batches
-    from finetune.data.example import Example
-    from finetune.seeds import numpy_generator
-    from finetune.tasks import LanguageModel
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.example import Example
+    from flatshift.finetune.seeds import numpy_generator
+    from flatshift.finetune.tasks import LanguageModel
 
     generator = numpy_generator(SEED, "gpu", "rows")
     ids = generator.integers(3, shape.vocabulary, (rows * count, sequence), dtype=np.int64)

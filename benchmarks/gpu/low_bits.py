@@ -38,9 +38,9 @@ def learnt(
 
 
 def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int, limit: int) -> float:
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.config import Adapter
-    from finetune.models.load import load_backbone
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.config import Adapter
+    from flatshift.finetune.models.load import load_backbone
 
     made = objective("completion", rows=rows, length=length, limit=limit)
     loaded = load_backbone(made.backbone, task=made.task, precision="bf16", quantization=kind, device=device)
@@ -59,11 +59,11 @@ def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int,
 
 
 def _stage(model: Any, tokenizer: Any, task: Any, batches: Any, device: str, steps: int, folder: Path) -> Any:
-    from finetune.config import Evaluate, Optimizer, Train
-    from finetune.run_directory import RunDirectory
-    from finetune.stacked.together import stage_work
-    from finetune.train.stage import TrainingStage
-    from regularizers import Plain, build
+    from flatshift.finetune.config import Evaluate, Optimizer, Train
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.stacked.together import stage_work
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.regularizers import Plain, build
 
     return stage_work(
         model,
@@ -104,12 +104,12 @@ def sized(
     """Seconds of an update and its peak memory, in 4 bits and in bf16, of a Llama that is written down and read."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return {figure: {"reason": MISSING} for figure in ("seconds", "memory", "frozen")}
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.config import Adapter
-    from finetune.models.backbone import quiet_transformers
-    from finetune.models.load import load_backbone
-    from finetune.models.quantize import scales
-    from finetune.tasks import LanguageModel
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.config import Adapter
+    from flatshift.finetune.models.backbone import quiet_transformers
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.models.quantize import scales
+    from flatshift.finetune.tasks import LanguageModel
 
     where, sizes, task = Device(device), shape_of(shape), LanguageModel(pack=False)
     found: dict[str, dict[Any, Any]] = {"seconds": {}, "memory": {}, "frozen": {}}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import BarOp, Benchmark
-from finetune.atomic import write_text
+from flatshift.finetune.atomic import write_text
 
 Figures = dict[str, dict[str, Any]]
 """By figure: `ours` and `peer` as `Benchmark.row` takes them, and `reason` where one of them is missing."""

@@ -58,11 +58,11 @@ class Objective:
 def objective(kind: str, *, rows: int, length: int, limit: int, pack: bool | None = None) -> Objective:
     """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens; packed
     or not (None: as the task's default is)."""
-    from finetune import tasks
-    from finetune.data.batches import Batches
-    from finetune.data.encoding import encode
-    from finetune.data.rows import Row, read_rows
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune import tasks
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.rows import Row, read_rows
+    from flatshift.finetune.models.backbone import open_backbone
 
     task: Any = {
         "language-model": tasks.LanguageModel(),
@@ -136,12 +136,12 @@ def trained(
 ) -> tuple[list[float], dict[str, Any]]:
     """Losses of the updates, and by how much each trained tensor moved (CPU, float64)."""
     from benchmarks._rehearsal import REGULARIZERS as known
-    from finetune.adapters.adapter import attach_adapter, trainable
-    from finetune.config import Adapter, Evaluate, Optimizer, Train
-    from finetune.models.load import load_backbone
-    from finetune.run_directory import RunDirectory
-    from finetune.train.loop import TrainingStage, train_stage
-    from regularizers import build
+    from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+    from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.regularizers import build
 
     backbone = load_backbone(
         made.backbone, task=made.task, label_names=made.labels, precision=precision, dropout=0.0, device=device

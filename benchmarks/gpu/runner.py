@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks._harness import ROOT, Benchmark, table, where
 from benchmarks.gpu.measurements import Best, Kept, Measurement, Store, failure, fill, still_holds
-from finetune.compute.allocator import fixed_workspaces, growing_segments
+from flatshift.finetune.compute.allocator import fixed_workspaces, growing_segments
 
 TRACEBACK = 8000
 """Characters that are kept of a traceback, its end."""

@@ -167,7 +167,7 @@ def waits(
     from benchmarks._rehearsal import REGULARIZERS
     from benchmarks.gpu.llama import Shape
     from benchmarks.gpu.speed import Case, stage_of
-    from finetune.train.loop import train_stage
+    from flatshift.finetune.train.loop import train_stage
 
     marks: list[int] = []
     precision = "bf16" if device.startswith("cuda") else "fp32"  # autocast of a CPU is not that of the rehearsal

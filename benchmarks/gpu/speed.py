@@ -55,7 +55,7 @@ def shape_of(name: str | Sequence[Any]) -> Shape:
 
 def settings(case: Case, device: str) -> Any:
     """The `Train` of a case."""
-    from finetune.config import Train
+    from flatshift.finetune.config import Train
 
     return Train(
         steps=NEVER,
@@ -71,11 +71,11 @@ def settings(case: Case, device: str) -> Any:
 
 def stage_of(case: Case, device: str, folder: Path, *, regularizer: Any = None, **more: Any) -> tuple[Any, Any, Any]:
     """Model, tokenizer and stage of a case, for `train_stage`. more: of `TrainingStage`, in place of the case's."""
-    from finetune.config import Evaluate, Optimizer
-    from finetune.run_directory import RunDirectory
-    from finetune.tasks import LanguageModel
-    from finetune.train.stage import TrainingStage
-    from regularizers import Plain, build
+    from flatshift.finetune.config import Evaluate, Optimizer
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.regularizers import Plain, build
 
     stage = TrainingStage(
         name="fine-tune",
@@ -97,7 +97,7 @@ class Updates:
     """A stage of ours under way, update by update; nothing of it is saved."""
 
     def __init__(self, case: Case, device: str, folder: Path, *, regularizer: Any = None) -> None:
-        from finetune.stacked.together import stage_work
+        from flatshift.finetune.stacked.together import stage_work
 
         self._stage = stage_work(*stage_of(case, device, folder, regularizer=regularizer))
         self._work = next(self._stage)
@@ -201,7 +201,7 @@ def _trained(case: Case, device: str, arguments: Any, kind: Any, more: dict[str,
 
 
 def _tokenizer() -> Any:
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     return open_backbone("flatshift-5m").tokenizer  # pads, and is asked for nothing else
 
@@ -297,12 +297,12 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
     """By how much peak memory and seconds of an update are off what `flatshift plan --gpus here` says."""
     if mine.reason is not None:
         return {figure: {"reason": mine.reason} for figure in ("memory_plan", "seconds_plan")}
-    from finetune.config import Adapter, Mesh
-    from finetune.planner.cluster import Cluster, read_sizes
-    from finetune.planner.devices import at_hand
-    from finetune.planner.layouts import priced
-    from finetune.planner.rules import Settings
-    from finetune.tasks import LanguageModel
+    from flatshift.finetune.config import Adapter, Mesh
+    from flatshift.finetune.planner.cluster import Cluster, read_sizes
+    from flatshift.finetune.planner.devices import at_hand
+    from flatshift.finetune.planner.layouts import priced
+    from flatshift.finetune.planner.rules import Settings
+    from flatshift.finetune.tasks import LanguageModel
 
     task, adapter = LanguageModel(pack=False), Adapter(rank=case.rank)
     with tempfile.TemporaryDirectory() as folder:
@@ -347,7 +347,7 @@ def regularized(
     cycles: int = 4,
 ) -> Figures:
     """An update with a regularizer beside a plain one: two models at once, single updates in the order A B B A."""
-    from regularizers import config
+    from flatshift.regularizers import config
 
     where, case = Device(device), Case(shape_of(shape), sequence, rows, rank, way, warm)
     noise = {"ggpo": config.GGPO, "mgpo": config.MGPO}[kind]()

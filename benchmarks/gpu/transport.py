@@ -66,7 +66,7 @@ def solve(
 
     sample: pool rows that a baseline's pass is timed on at most, in proportion to all of them.
     """
-    from selection.transport import sinkhorn_potentials
+    from flatshift.selection.transport import sinkhorn_potentials
 
     where = Device(device)
     x, y = data(n, m, d, device)
@@ -93,7 +93,7 @@ def solve(
 def agreement(*, device: str, n: int, m: int, d: int = 64, budget: float = 0.05) -> Figures:
     """GOT-D's scores on the device beside the CPU's: the largest difference as a share of their spread, and how much of
     the best `budget` of the pool is chosen by both."""
-    from selection import GotDSelector, Pool
+    from flatshift.selection import GotDSelector, Pool
 
     x, y = data(n, m, d, "cpu")
     pool, target, scores = Pool(features=x), Pool(features=y), []
@@ -115,9 +115,9 @@ def _passes(
     """Seconds of each of our passes, ε in units of cost, and the g that they were made at."""
     import torch
 
-    from selection.transport.kernel import Streamed
-    from selection.transport.problem import pose
-    from selection.transport.rows import StreamedRows
+    from flatshift.selection.transport.kernel import Streamed
+    from flatshift.selection.transport.problem import pose
+    from flatshift.selection.transport.rows import StreamedRows
 
     with torch.inference_mode():
         problem = pose(x, y, None, None, chunk=None, progress=None)

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.data.holdout import SPLITS, Split, folded
-from experiments.data.sources import parts_of
-from experiments.recipe.config import Recipe
-from finetune.config import DataChecks
-from finetune.data.columns import Examples
-from finetune.data.example import Encoded, Example
-from finetune.data.preference import CHOSEN, REJECTED
-from finetune.data.rows import Row, form_columns
-from finetune.errors import UserError, shortened
-from finetune.seeds import derive
+from flatshift.experiments.data.holdout import SPLITS, Split, folded
+from flatshift.experiments.data.sources import parts_of
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.config import DataChecks
+from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.example import Encoded, Example
+from flatshift.finetune.data.preference import CHOSEN, REJECTED
+from flatshift.finetune.data.rows import Row, form_columns
+from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.seeds import derive
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -371,9 +371,9 @@ class _NearCopies:
     """Pairs of rows with an estimated Jaccard similarity above a threshold, between a split and the training rows."""
 
     def __init__(self) -> None:
-        from selection.hygiene.config import NearDuplicates
-        from selection.hygiene.minhash import MinHasher, bands_for
-        from selection.hygiene.shingles import Shingler
+        from flatshift.selection.hygiene.config import NearDuplicates
+        from flatshift.selection.hygiene.minhash import MinHasher, bands_for
+        from flatshift.selection.hygiene.shingles import Shingler
 
         how = NearDuplicates()
         self.threshold = how.threshold
@@ -385,9 +385,9 @@ class _NearCopies:
 
     def add(self, split: Split, texts: Sequence[str]) -> None:
         """Take the next rows of a split."""
-        from selection.hygiene.duplicates import normalise
-        from selection.hygiene.minhash import band_keys
-        from selection.hygiene.store import Growing
+        from flatshift.selection.hygiene.duplicates import normalise
+        from flatshift.selection.hygiene.minhash import band_keys
+        from flatshift.selection.hygiene.store import Growing
 
         if split not in self._signatures:
             self._signatures[split] = Growing(np.uint32)

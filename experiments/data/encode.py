@@ -20,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.data.checks import RowChecks
-from experiments.data.holdout import SPLITS, RowKeys, Split
-from experiments.data.sources import choose, parts_of, sets_apart
-from experiments.recipe.config import Recipe
-from finetune.assets import beside_weights
-from finetune.cache_directory import cache_root
-from finetune.data.columns import Examples, ExampleWriter
-from finetune.data.encoding import Losses
-from finetune.data.files import expand
-from finetune.data.formats import split_suffix
-from finetune.data.labels import Units, classes_of, sort_labels
-from finetune.data.remote import DataFile, RemoteFile
-from finetune.data.rows import Row
-from finetune.data.token_cache import TokenCache, content_name
-from finetune.errors import UserError, user_path
-from finetune.tasks import Task
+from flatshift.experiments.data.checks import RowChecks
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
+from flatshift.experiments.data.sources import choose, parts_of, sets_apart
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.assets import beside_weights
+from flatshift.finetune.cache_directory import cache_root
+from flatshift.finetune.data.columns import Examples, ExampleWriter
+from flatshift.finetune.data.encoding import Losses
+from flatshift.finetune.data.files import expand
+from flatshift.finetune.data.formats import split_suffix
+from flatshift.finetune.data.labels import Units, classes_of, sort_labels
+from flatshift.finetune.data.remote import DataFile, RemoteFile
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.data.token_cache import TokenCache, content_name
+from flatshift.finetune.errors import UserError, user_path
+from flatshift.finetune.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ def encode_rows(
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
             a split or source is cut or left out for its length than the recipe allows (`Losses.refuse`).
     """
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     settings: dict[str, Any] = {
         "label_names": labels,
@@ -313,7 +313,7 @@ def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
 
 def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     """A digest of all that the encoded splits depend on, except where the files lie."""
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     data = dataclasses.asdict(recipe.data)
     data.pop("cache")
@@ -375,15 +375,19 @@ def _code_digest() -> str:
 
 def _code_files() -> list[Path]:
     """The files of that source. What else they import says nothing about rows, or what it says is in the key itself."""
-    import finetune.data
-    import finetune.models.backbone
-    import finetune.seeds
-    import finetune.tasks
+    import flatshift.finetune.data
+    import flatshift.finetune.models.backbone
+    import flatshift.finetune.seeds
+    import flatshift.finetune.tasks
 
     here = Path(__file__).resolve().parent
-    single = [finetune.models.backbone.__file__, finetune.seeds.__file__]
+    single = [flatshift.finetune.models.backbone.__file__, flatshift.finetune.seeds.__file__]
     return [
-        *(file for room in (finetune.data, finetune.tasks) for file in sorted(_folder(room).rglob("*.py"))),
+        *(
+            file
+            for room in (flatshift.finetune.data, flatshift.finetune.tasks)
+            for file in sorted(_folder(room).rglob("*.py"))
+        ),
         *map(Path, single),
         *(here / name for name in ("checks.py", "encode.py", "holdout.py", "sources.py", "splits.py")),
     ]

@@ -15,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 
-from finetune.config import Columns
-from finetune.data.rows import Row, canonical_label
-from finetune.errors import UserError
-from finetune.seeds import derive, numpy_generator
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.rows import Row, canonical_label
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive, numpy_generator
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
-from experiments.data.holdout import Split
-from experiments.data.sources import judged_train
-from experiments.recipe.config import Recipe
-from finetune.data.columns import Examples
-from finetune.data.example import Example
-from finetune.errors import UserError
+from flatshift.experiments.data.holdout import Split
+from flatshift.experiments.data.sources import judged_train
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.errors import UserError
 
 _ROUNDS = 10_000
 """How often one update may go round all its rows."""
@@ -24,7 +24,7 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
     task = recipe.task
     if task.score != "generate":
         return
-    from finetune.evaluate.answers import check_room
+    from flatshift.finetune.evaluate.answers import check_room
 
     counted = _counted(recipe)
     for judged in (judged_train(recipe, splits["train"]), splits["dev"], splits["test"]):
@@ -34,10 +34,10 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
 
 def check_positions(recipe: Recipe) -> None:
     """Raise UserError for a `train.max_length` above the backbone's table of positions; of architectures whose sizes
-    are not to be read off, the model itself is asked later (`finetune.train.stage.check_length`)."""
-    from finetune.models.backbone import open_backbone
-    from finetune.planner.footprint import Sizes
-    from finetune.train.stage import positions_left
+    are not to be read off, the model itself is asked later (`flatshift.finetune.train.stage.check_length`)."""
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.planner.footprint import Sizes
+    from flatshift.finetune.train.stage import positions_left
 
     try:
         sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
@@ -55,8 +55,8 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
 
     Tables of learned positions are no case of it: `train.max_length` is held against them.
     """
-    from finetune.models.backbone import open_backbone
-    from finetune.models.families import usable_positions
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.families import usable_positions
 
     limit = usable_positions(open_backbone(recipe.backbone).config)
     longest = max((longest_row(examples) for examples in splits), default=0)
@@ -73,10 +73,10 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
     What might fit is left to the plan and to the run itself: estimates are rough.
     Raises UserError.
     """
-    from finetune.figures import gib
-    from finetune.models.backbone import open_backbone
-    from finetune.planner.devices import machine_memory
-    from finetune.planner.footprint import Sizes, footprint
+    from flatshift.finetune.figures import gib
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.planner.devices import machine_memory
+    from flatshift.finetune.planner.footprint import Sizes, footprint
 
     settings, memory = recipe.train, machine_memory()
     update = settings.batch_size * settings.accumulate
@@ -124,9 +124,9 @@ def evaluation_line(
 
     share: ranks that have rows of their own. seconds: of an update, where they are foretold.
     """
-    from finetune.models.backbone import open_backbone
-    from finetune.planner.evaluation import evaluation_plan
-    from finetune.planner.footprint import Sizes
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.planner.evaluation import evaluation_plan
+    from flatshift.finetune.planner.footprint import Sizes
 
     task, train = recipe.task, recipe.train
     parts = {"train": judged_train(recipe, splits["train"]), "dev": splits["dev"], "test": splits["test"]}
@@ -166,7 +166,7 @@ def _tokens(examples: Sequence[Example]) -> int:
 
 def _counted(recipe: Recipe) -> SimpleNamespace:
     """The parts of the built model that count positions."""
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     return SimpleNamespace(
         config=open_backbone(recipe.backbone).config,

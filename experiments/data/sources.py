@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.holdout import SPLITS, RowKeys, Split, set_apart
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import Resolved
-from finetune.config import MOST_STEPS, Columns, Data, Train
-from finetune.data.batches import Batches
-from finetune.data.columns import Examples
-from finetune.data.example import Example
-from finetune.data.mixture import Mixture, Proportions
-from finetune.data.rows import Row, limit_rows, read_rows, require_rows
-from finetune.errors import UserError
-from finetune.seeds import derive
-from finetune.tasks import Task
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, set_apart
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.finetune.config import MOST_STEPS, Columns, Data, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.mixture import Mixture, Proportions
+from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.tasks import Task
 
 _LOOKED_AT = 50
 """Updates whose padding is counted."""
@@ -251,7 +251,7 @@ def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
     if not recipe.task.by_example:
         return
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     token = open_backbone(recipe.backbone).judged_token
     for examples in splits if token is not None else ():
@@ -291,7 +291,7 @@ def batches_ahead(recipe: Recipe, train: Sequence[Example], mixture: Mixture | N
 
     seed: of the stage. Raises UserError as `Batches`.
     """
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     settings, task = recipe.train, recipe.task
     masking = task.masking(open_backbone(recipe.backbone).tokenizer) if task.hides_tokens else None

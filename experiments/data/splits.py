@@ -8,29 +8,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.data.checks import Finding, RowChecks, class_counts, class_line, findings, refuse
-from experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
-from experiments.data.holdout import SPLITS, RowKeys, Split
-from experiments.data.lengths import beyond_positions, check_answers
-from experiments.data.sources import Part, check_classes, check_ends, choose, mixture_of, parts_of, sets_apart
-from experiments.recipe.config import Recipe
-from finetune.atomic import read_object
-from finetune.config import Columns
-from finetune.data.columns import Examples, ExampleWriter, open_examples
-from finetune.data.example import Example
-from finetune.data.files import expand
-from finetune.data.formats import SAMPLE
-from finetune.data.labels import Units, label_index
-from finetune.data.mixture import Mixture
-from finetune.data.noise import shuffled_examples
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.data.token_cache import CacheError
-from finetune.errors import UserError
-from finetune.seeds import derive
-from finetune.tasks import Task
+from flatshift.experiments.data.checks import Finding, RowChecks, class_counts, class_line, findings, refuse
+from flatshift.experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
+from flatshift.experiments.data.lengths import beyond_positions, check_answers
+from flatshift.experiments.data.sources import Part, check_classes, check_ends, choose, mixture_of, parts_of, sets_apart
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.atomic import read_object
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.files import expand
+from flatshift.finetune.data.formats import SAMPLE
+from flatshift.finetune.data.labels import Units, label_index
+from flatshift.finetune.data.mixture import Mixture
+from flatshift.finetune.data.noise import shuffled_examples
+from flatshift.finetune.data.rows import Row, read_rows, require_rows
+from flatshift.finetune.data.token_cache import CacheError
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.tasks import Task
 
 if TYPE_CHECKING:
-    from finetune.train.trace.recorder import Recording
+    from flatshift.finetune.train.trace.recorder import Recording
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     Its manifest says those (`learnt_record`), whatever has become of its files.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     labels, units = learnt(recipe, run)
     part = Part("--data", None, tuple(files), recipe.data.columns, "data.columns")
@@ -225,7 +225,7 @@ def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
 
 def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, Any]]:
     """Encoded splits, in `folder` where there is one, and all else that is to be known of them as plain values."""
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     noise, task = recipe.data.label_noise, recipe.task
     paths = [str(path) for path in input_paths(recipe)]
@@ -351,7 +351,7 @@ def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
     """The rows that `record` asks for; None without that block."""
     if recipe.record is None:
         return None
-    from finetune.train.trace.recorder import Recording
+    from flatshift.finetune.train.trace.recorder import Recording
 
     return Recording.choose(
         recipe.record,
@@ -366,7 +366,7 @@ def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
 
 def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> Prepared:
     """Encode the rows of `files` alone, as training examples of `task`: what a warm-up reads."""
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")
     made = encode_rows(

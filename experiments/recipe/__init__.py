@@ -1,8 +1,8 @@
 """Recipes: strict YAML 1.2 in, frozen dataclasses out, every value's origin kept."""
 
-from experiments.recipe.key import recipe_key
-from experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
-from experiments.recipe.tree import from_mapping, from_override, refuse_contradictions
+from flatshift.experiments.recipe.key import recipe_key
+from flatshift.experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes
+from flatshift.experiments.recipe.tree import from_mapping, from_override, refuse_contradictions
 
 __all__ = [
     "Resolved",

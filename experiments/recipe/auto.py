@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe.build import build
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import Resolved, read_origins, resolve_tree
-from experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
-from finetune import assets
-from finetune.config import Mesh, Precision, Train
-from finetune.errors import UserError, user_path
-from finetune.launch import consistency, failure, spawn
-from finetune.planner.auto_mesh import resolve
-from finetune.planner.layouts import AXES
+from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import Resolved, read_origins, resolve_tree
+from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
+from flatshift.finetune import assets
+from flatshift.finetune.config import Mesh, Precision, Train
+from flatshift.finetune.errors import UserError, user_path
+from flatshift.finetune.launch import consistency, failure, spawn
+from flatshift.finetune.planner.auto_mesh import resolve
+from flatshift.finetune.planner.layouts import AXES
 
 PRECISION, BACKBONE = "precision", "backbone_precision"
 
@@ -41,7 +41,7 @@ def settled(
     Raises:
         UserError: the device does not have the precision that is asked for, or is not there.
     """
-    from finetune.launch import consistency
+    from flatshift.finetune.launch import consistency
 
     recipe, train = resolved.recipe, resolved.recipe.train
     values: dict[str, tuple[str, str]] = {}
@@ -72,7 +72,7 @@ def readable(recipe: Recipe) -> Recipe:
 
     An fp16 run is computed in float32 on a CPU. Says on stderr what changes, and where the run's own is slow here.
     """
-    from finetune.compute.presence import resolve_device
+    from flatshift.finetune.compute.presence import resolve_device
 
     train = recipe.train
     if train.precision == "fp16" and resolve_device(train.device).type == "cpu":
@@ -125,11 +125,11 @@ def _decide(
     precision: Precision, tf32: bool, device: str, threads: int | None, backbone: str, tokens: int
 ) -> dict[str, str | None]:
     """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
-    from finetune.compute.numerics import cpu_threads
-    from finetune.compute.precision import block_shape, choose
-    from finetune.compute.presence import resolve_device
-    from finetune.launch import failure
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.compute.numerics import cpu_threads
+    from flatshift.finetune.compute.precision import block_shape, choose
+    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.launch import failure
+    from flatshift.finetune.models.backbone import open_backbone
 
     if failure.rank() != 0:
         return {}
@@ -146,10 +146,10 @@ def _decide(
 
 def _kept_in(recipe: Recipe) -> tuple[str, str]:
     """`train.backbone_precision` for `auto`, and why: narrow weights only where wide ones do not fit."""
-    from finetune.figures import gib
-    from finetune.planner.devices import at_hand
-    from finetune.planner.footprint import Sizes, footprint
-    from finetune.planner.rules import Settings, broken_rule
+    from flatshift.finetune.figures import gib
+    from flatshift.finetune.planner.devices import at_hand
+    from flatshift.finetune.planner.footprint import Sizes, footprint
+    from flatshift.finetune.planner.rules import Settings, broken_rule
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")
@@ -175,8 +175,8 @@ def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
     recipe, name = resolved.recipe, resolved.recipe.task.template
     if not recipe.task.converses:
         return resolved
-    from finetune.data.chat.template import AUTO, resolved_template, template_line
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.data.chat.template import AUTO, resolved_template, template_line
+    from flatshift.finetune.models.backbone import open_backbone
 
     try:
         tokenizer = open_backbone(recipe.backbone).tokenizer
@@ -264,6 +264,6 @@ def backbone_directory(name: str) -> Path:
     found = assets.backbone(name) or user_path(name)
     if (found / "config.json").is_file():
         return found
-    from finetune.models.backbone import open_backbone  # asks the hub, and imports torch
+    from flatshift.finetune.models.backbone import open_backbone  # asks the hub, and imports torch
 
     return open_backbone(name).directory

@@ -10,8 +10,8 @@ import types
 import typing
 from typing import Any, Literal, Union
 
-from experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree, key_of
-from finetune.errors import UserError, shortened
+from flatshift.experiments.recipe.tree import MAX_WHOLE, Branch, Items, Leaf, Tree, key_of
+from flatshift.finetune.errors import UserError, shortened
 
 Origins = dict[str, str]
 _LONG_WORD = 200

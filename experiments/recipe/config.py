@@ -9,9 +9,9 @@ import typing
 from dataclasses import dataclass, field
 from typing import Literal
 
-from experiments.recipe.studies import Comparison
-from experiments.recipe.tree import key_of
-from finetune.config import (
+from flatshift.experiments.recipe.studies import Comparison
+from flatshift.experiments.recipe.tree import key_of
+from flatshift.finetune.config import (
     MOST_STEPS,
     Adapter,
     Columns,
@@ -26,10 +26,10 @@ from finetune.config import (
     check_bounds,
     refuse_zero,
 )
-from finetune.tasks import LanguageModel, MaskedLM, Task
-from regularizers.config import Plain, RegularizerConfig
-from selection.config import Chunk, Cynical, Embedder, Features, Method, Relevance, TfIdf
-from selection.hygiene.config import Hygiene
+from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
+from flatshift.regularizers.config import Plain, RegularizerConfig
+from flatshift.selection.config import Chunk, Cynical, Embedder, Features, Method, Relevance, TfIdf
+from flatshift.selection.hygiene.config import Hygiene
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ class Recipe:
 
 def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
     """What the recipe's warm-up trains, and why."""
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     if recipe.warmup is not None and recipe.warmup.task is not None:
         return recipe.warmup.task, "as warmup.task says"

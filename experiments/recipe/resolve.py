@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from experiments.recipe.build import Origins, build, nearest
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch, Items, Leaf, Tree, from_override, key_of, merge, parse, parse_file
-from finetune.atomic import read_object
-from finetune.config import Files, Source, TrainFiles
-from finetune.data.chat.template import AUTO, shipped_templates, template_text
-from finetune.errors import UserError, is_remote, shortened, user_path
-from finetune.run_directory import resume_command
+from flatshift.experiments.recipe.build import Origins, build, nearest
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import Branch, Items, Leaf, Tree, from_override, key_of, merge, parse, parse_file
+from flatshift.finetune.atomic import read_object
+from flatshift.finetune.config import Files, Source, TrainFiles
+from flatshift.finetune.data.chat.template import AUTO, shipped_templates, template_text
+from flatshift.finetune.errors import UserError, is_remote, shortened, user_path
+from flatshift.finetune.run_directory import resume_command
 
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
@@ -301,7 +301,7 @@ def _train(tree: Tree) -> dict[str, Tree]:
 
 def _anchored(recipe: Recipe) -> Recipe:
     """Make relative paths absolute, so that a run directory still finds its inputs from another working directory."""
-    from finetune.data.formats import HUB, SAMPLE
+    from flatshift.finetune.data.formats import HUB, SAMPLE
 
     def named(files: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(f if f.startswith((SAMPLE, HUB)) or is_remote(f) else _absolute(f) for f in files)

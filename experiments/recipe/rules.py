@@ -1,7 +1,7 @@
 """What no run can do, refused before anything is read or trained: a table, over that of a mesh.
 
-`finetune.planner.rules` says what goes with what on a mesh; this table what else of a recipe does not go together, and
-what a cell of a sweep or study cannot be. docs/support-matrix.md prints both. Imports nothing heavy.
+`flatshift.finetune.planner.rules` says what goes with what on a mesh; this table what else of a recipe does not go
+together, and what a cell of a sweep or study cannot be. docs/support-matrix.md prints both. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.recipe.config import Recipe, WarmUp, warm_up_task
-from finetune.errors import UserError
-from finetune.planner.rules import Settings, check_settings
-from selection.config import GotD
+from flatshift.experiments.recipe.config import Recipe, WarmUp, warm_up_task
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.selection.config import GotD
 
 COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
 """Those whose compiled steps are compared with eager ones in the tests."""
@@ -218,12 +218,12 @@ def check_split(recipe: Recipe) -> None:
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what no run can do: settings that do not go together, a package that is not here, a regularizer's bad
     setting, a task that the backbone has no class for. Raises UserError."""
-    from finetune.compute.presence import resolve_device
-    from finetune.models.quantize import check_available
-    from finetune.train.optimizer import check_optimizer
-    from finetune.train.stage import check_best
-    from finetune.train.trackers import check_trackers
-    from regularizers import build as build_regularizer
+    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.models.quantize import check_available
+    from flatshift.finetune.train.optimizer import check_optimizer
+    from flatshift.finetune.train.stage import check_best
+    from flatshift.finetune.train.trackers import check_trackers
+    from flatshift.regularizers import build as build_regularizer
 
     build_regularizer(recipe.regularizer)
     check_settings(Settings.of(recipe))
@@ -256,7 +256,7 @@ def _check(rules: tuple[Rule, ...], recipe: Recipe) -> None:
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
     """Refuse a warm-up that the backbone cannot be trained by, and a fine-tune after it that would be refused only
     then."""
-    from finetune.models.backbone import check_task, open_backbone
+    from flatshift.finetune.models.backbone import check_task, open_backbone
 
     recipe.task.refuse("warmup")
     if open_backbone(recipe.backbone).has_both_sides:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.config import check_bounds
+from flatshift.finetune.config import check_bounds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from finetune.errors import UserError, shortened
+from flatshift.finetune.errors import UserError, shortened
 
 _MAX_DEPTH = 32
 _MAX_BYTES = 1 << 20

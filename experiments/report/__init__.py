@@ -1,6 +1,6 @@
 """Reports: run directories in, one self-contained offline HTML page out.
 
-from experiments.report import build_report, write_plots
+from flatshift.experiments.report import build_report, write_plots
 build_report([Path("runs/first")], out=Path("runs/first/report.html"))
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.report.page import build_report, write_plots
+    from flatshift.experiments.report.page import build_report, write_plots
 
 __all__ = ["build_report", "write_plots"]
 
@@ -17,6 +17,6 @@ __all__ = ["build_report", "write_plots"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from experiments.report import page
+    from flatshift.experiments.report import page
 
     return getattr(page, name)

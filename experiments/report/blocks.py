@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from experiments.report.figure import Chart
+from flatshift.experiments.report.figure import Chart
 
 SIDE_BY_SIDE = "Side by side"
 """The chapter that is of several runs and of none."""

@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from experiments.statistics.intervals import Interval
-from finetune.errors import printable
-from finetune.evaluate.metrics import metric_of
+from flatshift.experiments.statistics.intervals import Interval
+from flatshift.finetune.errors import printable
+from flatshift.finetune.evaluate.metrics import metric_of
 
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 

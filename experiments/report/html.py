@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from experiments.report.blocks import SIDE_BY_SIDE, Chapter
-from experiments.report.figure import FONT, PALETTE, Chart
+from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Chapter
+from flatshift.experiments.report.figure import FONT, PALETTE, Chart
 
 if TYPE_CHECKING:
     from jinja2 import Environment

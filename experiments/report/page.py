@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.report.blocks import Chapter
-from experiments.report.chapters import chapter, charts_of
-from experiments.report.figure import drawing
-from experiments.report.html import render
-from experiments.report.side_by_side import side_by_side
-from experiments.results.run import discover
-from finetune.atomic import sweep_leftovers, write_text
-from finetune.errors import UserError
+from flatshift.experiments.report.blocks import Chapter
+from flatshift.experiments.report.chapters import chapter, charts_of
+from flatshift.experiments.report.figure import drawing
+from flatshift.experiments.report.html import render
+from flatshift.experiments.report.side_by_side import side_by_side
+from flatshift.experiments.results.run import discover
+from flatshift.finetune.atomic import sweep_leftovers, write_text
+from flatshift.finetune.errors import UserError
 
 _OURS, _HEAD = b'<meta name="generator" content="flatshift"', 4096
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import SIDE_BY_SIDE, Block, Chapter, Figures, Notes, Section, Table
-from experiments.report.charts.training import overlaid
-from experiments.results.predictions import Difference, differences
-from experiments.results.run import Run, best_split, headline
-from finetune.evaluate.metrics import metric_of
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Block, Chapter, Figures, Notes, Section, Table
+from flatshift.experiments.report.charts.training import overlaid
+from flatshift.experiments.results.predictions import Difference, differences
+from flatshift.experiments.results.run import Run, best_split, headline
+from flatshift.finetune.evaluate.metrics import metric_of
 
 _NOT_SETTINGS = ("extends", "sweep", "comparison", "tracker")
 _LONGEST = 60

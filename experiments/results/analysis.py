@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.results.sweep import SweepData
-from experiments.results.table import SweepTable
-from experiments.results.traces import STEP
-from experiments.statistics.beside import Beside, compare_curves
-from experiments.statistics.curve import Curve
-from experiments.statistics.emc import Crossing, crossing
-from experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
-from experiments.statistics.verdict import Verdict, judge_curve
-from finetune.errors import UserError
+from flatshift.experiments.results.sweep import SweepData
+from flatshift.experiments.results.table import SweepTable
+from flatshift.experiments.results.traces import STEP
+from flatshift.experiments.statistics.beside import Beside, compare_curves
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.emc import Crossing, crossing
+from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
+from flatshift.experiments.statistics.verdict import Verdict, judge_curve
+from flatshift.finetune.errors import UserError
 
 _SHORT = {"data.train.limit": "training rows", "train.steps": "steps"}
 _CAPACITY = ("adapter.rank", "adapter.alpha", "train.steps", "step", "data.train.limit")
@@ -118,7 +118,7 @@ def _held(
 ) -> Curve:
     """The curve at these seeds and values, all of which `where` has."""
 
-    from experiments.results.sweep import GRADIENT, SHARPNESS
+    from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS
 
     found = table.matrix(test, axis, where)
     rows, columns = [found.seeds.index(s) for s in seeds], [found.values.index(v) for v in values]

@@ -20,8 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.digests import unsealed
-from finetune.errors import UserError
+from flatshift.finetune.digests import unsealed
+from flatshift.finetune.errors import UserError
 
 Status = Literal["done", "diverged", "failed"]
 RESULT = "result.json"

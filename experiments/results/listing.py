@@ -8,11 +8,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from experiments.results.cells import MARKER
-from experiments.results.run import Run, best_split, headline, is_run, read_object, read_run
-from finetune.digests import DONE
-from finetune.errors import UserError
-from finetune.run_directory import RECIPE
+from flatshift.experiments.results.cells import MARKER
+from flatshift.experiments.results.run import Run, best_split, headline, is_run, read_object, read_run
+from flatshift.finetune.digests import DONE
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import RECIPE
 
 _PARTS = {"cells", "runs", "stages", "selection", "adapter", "state", "plots", "initial"}
 """Folders that belong to the directory above them."""

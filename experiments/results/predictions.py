@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as compute
 import pyarrow.parquet as pq
 
-from finetune.errors import UserError
-from finetune.evaluate.bootstrap import Figure, group_interval, ratio_statistic
-from finetune.evaluate.classes import judge_classes
-from finetune.evaluate.metrics import metric_of
-from finetune.evaluate.regression import judge_numbers
-from finetune.run_directory import resume_command
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.bootstrap import Figure, group_interval, ratio_statistic
+from flatshift.finetune.evaluate.classes import judge_classes
+from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.evaluate.regression import judge_numbers
+from flatshift.finetune.run_directory import resume_command
 
 NAME = "predictions.parquet"
 _LONG = ("text", "reference", "answer")
@@ -30,7 +30,8 @@ _EXPONENTIALS = {"perplexity": "loss", "pseudo_perplexity": "loss"}
 
 @dataclass(frozen=True)
 class Predictions:
-    """The rows of one split, with the columns of `finetune.evaluate.judge.Judge.said` that somebody filled."""
+    """The rows of one split, with the columns of `flatshift.finetune.evaluate.judge.Judge.said` that somebody
+    filled."""
 
     table: pa.Table
     """Of every row all but what is long."""

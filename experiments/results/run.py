@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from experiments.results.predictions import Judged, Predictions, read_predictions
-from experiments.results.sweep import SweepData, read_sweep
-from finetune import atomic
-from finetune.digests import check_files
-from finetune.errors import UserError
-from finetune.evaluate.metrics import in_headline_order, metric_of
-from finetune.run_directory import forget_undone, parse_line
-from finetune.tasks import KINDS, Objective
+from flatshift.experiments.results.predictions import Judged, Predictions, read_predictions
+from flatshift.experiments.results.sweep import SweepData, read_sweep
+from flatshift.finetune import atomic
+from flatshift.finetune.digests import check_files
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
+from flatshift.finetune.run_directory import forget_undone, parse_line
+from flatshift.finetune.tasks import KINDS, Objective
 
 EXPECTED = (
     "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json, comparison.json, "

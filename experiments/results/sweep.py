@@ -18,12 +18,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from experiments.results.cells import read_marker, status_of
-from experiments.results.table import SweepTable, Where, encode, floats
-from experiments.results.traces import STEP, late_traces
-from finetune.digests import unsealed
-from finetune.errors import UserError
-from finetune.evaluate.metrics import METRICS, lack_of, metric_of
+from flatshift.experiments.results.cells import read_marker, status_of
+from flatshift.experiments.results.table import SweepTable, Where, encode, floats
+from flatshift.experiments.results.traces import STEP, late_traces
+from flatshift.finetune.digests import unsealed
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.metrics import METRICS, lack_of, metric_of
 
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
 """Figures of a sweep that are computed from recorded ones."""
@@ -161,7 +161,7 @@ def read_sweep(folder: Path) -> SweepData | None:
     cells/<hash>/result.json and trace.jsonl. Axes are the keys of `grid` in sweep.json or, without it, every dotted
     column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
     """
-    from finetune.train.trace.files import stability_threshold
+    from flatshift.finetune.train.trace.files import stability_threshold
 
     if not (folder / "cells.parquet").is_file() and not (folder / "cells").is_dir():
         return None
@@ -428,7 +428,8 @@ def declared_epsilon(plan: dict[str, Any]) -> float | None:
 
 
 def declared_level(plan: dict[str, Any]) -> float:
-    """Of every test: what the plan's look at its seeds may spend (`experiments.statistics.peak`), else 5 %."""
+    """Of every test: what the plan's look at its seeds may spend (`flatshift.experiments.statistics.peak`), else 5
+    %."""
     found = plan.get("level")
     return float(found) if isinstance(found, float) and 0 < found < 0.5 else 0.05
 

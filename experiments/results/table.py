@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from experiments.statistics.curve import Lost
-from experiments.statistics.intervals import Interval, t_interval
-from finetune.evaluate.metrics import metric_of
+from flatshift.experiments.statistics.curve import Lost
+from flatshift.experiments.statistics.intervals import Interval, t_interval
+from flatshift.finetune.evaluate.metrics import metric_of
 
 Where = Mapping[str, Any]
 """A setting: axis → value."""

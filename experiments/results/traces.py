@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import json as arrow_json
 
-from experiments.results.cells import ended, status_of
+from flatshift.experiments.results.cells import ended, status_of
 
 STEP = "step"
 """The axis of a trace: optimizer updates done."""
@@ -61,7 +61,7 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
     As they are: one line for each step that trace.json names, in its order; nothing was undone or written again.
     """
 
-    from finetune.run_directory import TRACE
+    from flatshift.finetune.run_directory import TRACE
 
     pieces: list[bytes] = []
     planned: dict[Path, list[int]] = {}
@@ -101,7 +101,7 @@ def _one_by_one(
 ) -> list[dict[str, Any]]:
     """Rows of the traces in `folders`; of two lines of a step the later one counts."""
 
-    from finetune.train.trace.files import as_planned, read_trace
+    from flatshift.finetune.train.trace.files import as_planned, read_trace
 
     traces = {folder: read_trace(folder) for folder in folders}
     known = {*known, *(int(line[STEP]) for lines in traces.values() for line in lines if STEP in line)}
@@ -118,7 +118,7 @@ def _one_by_one(
 
 def _planned(folder: Path) -> list[int] | None:
     """The steps that trace.json names; None where it does not say."""
-    from finetune.train.trace.files import ABOUT
+    from flatshift.finetune.train.trace.files import ABOUT
 
     try:
         steps = json.loads((folder / ABOUT).read_text(encoding="utf-8"))["steps"]

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from finetune.errors import STOP_SIGNALS, Interrupted, printable
-from finetune.figures import per_second
+from flatshift.finetune.errors import STOP_SIGNALS, Interrupted, printable
+from flatshift.finetune.figures import per_second
 
 Draw = Callable[..., Path]
 """Draws the page of a finished directory and says where it is: `draw(directory)`, or `draw(directory, *parts)` for one
@@ -146,7 +146,7 @@ class Console:
     def evaluating(
         self, label: str, rows: int, *, stop: Callable[[], bool] = lambda: False
     ) -> Iterator[Callable[[int], None]]:
-        """Progress of an evaluation of so many rows; gives `finetune.data.inference.Inference.beat`.
+        """Progress of an evaluation of so many rows; gives `flatshift.finetune.data.inference.Inference.beat`.
 
         Raises Interrupted where `stop()` is true at a beat.
         """

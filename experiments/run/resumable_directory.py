@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from finetune.atomic import is_bare, make_directory, replacing_directory, write_text
-from finetune.errors import Interrupted, UserError
-from finetune.run_directory import RECIPE, refuse_nonempty, refuse_old
+from flatshift.finetune.atomic import is_bare, make_directory, replacing_directory, write_text
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.run_directory import RECIPE, refuse_nonempty, refuse_old
 
 _STATE, _KEPT = "state", "kept"
 
@@ -36,8 +36,8 @@ class Work:
 
 @contextlib.contextmanager
 def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[Work]:
-    """The work on `out`, which the caller owns (`finetune.lock`), begun or gone on with. What fails before anything was
-    kept leaves `out` as it was.
+    """The work on `out`, which the caller owns (`flatshift.finetune.lock`), begun or gone on with. What fails before
+    anything was kept leaves `out` as it was.
 
     recipe_yaml: names what is being made. command: what an interrupted user is told to go on with.
 

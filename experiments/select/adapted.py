@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.recipe.config import Recipe
-from finetune.config import Adapter, Optimizer, Train
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.seeds import derive, numpy_generator
-from finetune.tasks import LanguageModel
-from selection.config import Gradients, LossGap
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.selection.config import Gradients, LossGap
 
 if TYPE_CHECKING:
     import torch
@@ -37,10 +37,10 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     moment m, to the fourth root on either side, so that products of two texts are g·g'/√m; m over `moment_texts` of
     `texts`, drawn by seed. A text without a token is the zero vector.
     """
-    from finetune.data.inference import pad_token
-    from finetune.models.backbone import open_backbone
-    from finetune.models.hidden_states import model_fingerprint
-    from selection import RandomProjection
+    from flatshift.finetune.data.inference import pad_token
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.hidden_states import model_fingerprint
+    from flatshift.selection import RandomProjection
 
     seed = derive(recipe.train.seed, "select", "gradients")
     model, tokenizer, device = _opened(recipe, embedder.rank, seed)
@@ -89,8 +89,8 @@ class SampleGradients:
         """(n, width) float32, and the number (its id) of each example's text; examples may be fewer than texts."""
         import torch
 
-        from finetune.data.inference import Inference
-        from finetune.evaluate.perplexity import token_nats
+        from flatshift.finetune.data.inference import Inference
+        from flatshift.finetune.evaluate.perplexity import token_nats
 
         rows: list[np.ndarray] = []
         numbers: list[int] = []
@@ -141,15 +141,15 @@ def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callab
 
 
 def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
-    from finetune.compute.numerics import evaluating
-    from finetune.data.batches import Batches
-    from finetune.data.inference import Inference, pad_token
-    from finetune.evaluate.perplexity import document_nats
-    from finetune.lock import scratch
-    from finetune.parallel.engine import Engine
-    from finetune.run_directory import RunDirectory
-    from finetune.train.loop import TrainingStage, train_stage
-    from regularizers import build
+    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.inference import Inference, pad_token
+    from flatshift.finetune.evaluate.perplexity import document_nats
+    from flatshift.finetune.lock import scratch
+    from flatshift.finetune.parallel.engine import Engine
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.regularizers import build
 
     seed = derive(recipe.train.seed, "select", "loss gap")
     model, tokenizer, device = _opened(recipe, settings.rank, seed)
@@ -205,10 +205,10 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
 
 def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
     """The recipe's backbone under a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.compute.presence import resolve_device
-    from finetune.models.backbone import open_backbone
-    from finetune.models.load import load_backbone
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.load import load_backbone
 
     device = resolve_device(recipe.train.device)
     model = load_backbone(recipe.backbone, task=_LANGUAGE, precision="fp32", device=device)
@@ -218,7 +218,7 @@ def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.devic
 
 def _encoded(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
     """Examples named by their text's number; texts without a token are left out."""
-    from finetune.data.encoding import encode
+    from flatshift.finetune.data.encoding import encode
 
     rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]
     return list(encode(rows, task=_LANGUAGE, tokenizer=tokenizer, max_length=max_length, bad_rows="skip").examples)

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from experiments.recipe.config import Select
-from experiments.run.console import Console
-from experiments.select.pool import Records
-from finetune.data.rows import Row, require_rows
-from finetune.data.view import RowView
-from selection.config import needs
+from flatshift.experiments.recipe.config import Select
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.pool import Records
+from flatshift.finetune.data.rows import Row, require_rows
+from flatshift.finetune.data.view import RowView
+from flatshift.selection.config import needs
 
 BLANK = "the text is blank"
 UNKNOWN = "the embedder knows no token of the text"
@@ -52,7 +52,7 @@ def without_unknown(
 
     Raises UserError where nothing is left.
     """
-    from selection.features import TakenRows
+    from flatshift.selection.features import TakenRows
 
     known = known_rows(x)
     if known.all():

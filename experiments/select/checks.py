@@ -1,4 +1,5 @@
-"""Whether a selection holds what it promises, for manifest and report: `selection.checks` on a run's own data."""
+"""Whether a selection holds what it promises, for manifest and report: `flatshift.selection.checks` on a run's own
+data."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe.config import Select
-from experiments.run.console import Console
-from experiments.select.pool import Sides
-from finetune.errors import Interrupted
-from finetune.seeds import derive
-from selection import Pool, build_selector
-from selection.config import Domains, GotD, GotDContrast, Method, needs, ranking
-from selection.errors import ConvergenceWarning, SelectionError
-from selection.methods.base import Selector
+from flatshift.experiments.recipe.config import Select
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.pool import Sides
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.seeds import derive
+from flatshift.selection import Pool, build_selector
+from flatshift.selection.config import Domains, GotD, GotDContrast, Method, needs, ranking
+from flatshift.selection.errors import ConvergenceWarning, SelectionError
+from flatshift.selection.methods.base import Selector
 
 _SHOWN = 10
 """Targets that the manifest names."""
@@ -45,12 +46,13 @@ def check_choice(
     console: Console,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any] | None:
-    """What manifest.json says under `selection.checks`; None where all features coincide, or a check broke down.
+    """What manifest.json says under `flatshift.selection.checks`; None where all features coincide, or a check broke
+    down.
 
     Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
     """
     with standing(console):
-        from selection.checks import check_selection, target_coverage
+        from flatshift.selection.checks import check_selection, target_coverage
 
         started = time.monotonic()
         x, y = sides.x, sides.y

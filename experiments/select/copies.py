@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from experiments.select.pool import Sides
-from selection.hygiene.duplicates import normalise
-from selection.methods.base import Selector
-from selection.methods.domains import DomainsSelector
+from flatshift.experiments.select.pool import Sides
+from flatshift.selection.hygiene.duplicates import normalise
+from flatshift.selection.methods.base import Selector
+from flatshift.selection.methods.domains import DomainsSelector
 
 _BLOCK = 4096
 

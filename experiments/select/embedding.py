@@ -15,20 +15,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.recipe.config import Recipe, Select
-from experiments.run.console import Console
-from experiments.select.adapted import Embed, gradient_embedder
-from experiments.select.pool import PoolRecords, Records
-from experiments.select.remote_features import Copied, copied
-from finetune.data.view import RowView
-from finetune.errors import UserError, is_remote, user_path
-from finetune.seeds import derive
-from selection.config import Backbone, Encoder, Gradients, Static, TfIdf, TokenNgrams, needs
-from selection.errors import BadRow
-from selection.features import FeatureCache, TakenRows, in_shards, load_features, open_directory
-from selection.features.cache import SHARD_ROWS
-from selection.features.directory import FeatureDirectory
-from selection.validation import same_width
+from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.adapted import Embed, gradient_embedder
+from flatshift.experiments.select.pool import PoolRecords, Records
+from flatshift.experiments.select.remote_features import Copied, copied
+from flatshift.finetune.data.view import RowView
+from flatshift.finetune.errors import UserError, is_remote, user_path
+from flatshift.finetune.seeds import derive
+from flatshift.selection.config import Backbone, Encoder, Gradients, Static, TfIdf, TokenNgrams, needs
+from flatshift.selection.errors import BadRow
+from flatshift.selection.features import FeatureCache, TakenRows, in_shards, load_features, open_directory
+from flatshift.selection.features.cache import SHARD_ROWS
+from flatshift.selection.features.directory import FeatureDirectory
+from flatshift.selection.validation import same_width
 
 HELD_BYTES = 256 << 20
 """Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
@@ -62,7 +62,7 @@ def check_unread(spec: Select, x: Any, y: Any) -> None:
     """
     if spec.own is None or "features" in needs(spec.method):
         return
-    from selection.transport.problem import finite_rows  # brings torch
+    from flatshift.selection.transport.problem import finite_rows  # brings torch
 
     same_width(x, y)
     for side, matrix in (("pool", x), ("target", y)):
@@ -72,7 +72,7 @@ def check_unread(spec: Select, x: Any, y: Any) -> None:
 
 def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
     """texts → token numbers of the recipe's backbone, without special tokens, and the size of its vocabulary."""
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     tokenizer = open_backbone(recipe.backbone).tokenizer
 
@@ -278,8 +278,8 @@ def _same_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
 
 
 def _tfidf(vectors: Vectors, settings: TfIdf) -> Embedding:
-    from selection import TfIdfEmbedder
-    from selection.features.tfidf import load_fitted
+    from flatshift.selection import TfIdfEmbedder
+    from flatshift.selection.features.tfidf import load_fitted
 
     cache = vectors.spec.cache
     seed = derive(vectors.recipe.train.seed, "tfidf")
@@ -297,7 +297,7 @@ def _tfidf(vectors: Vectors, settings: TfIdf) -> Embedding:
 
 
 def _token_ngrams(vectors: Vectors, settings: TokenNgrams) -> Embedding:
-    from selection.features.token_space import TokenNgramEmbedder
+    from flatshift.selection.features.token_space import TokenNgramEmbedder
 
     tokenize, size = tokenizer_of(vectors.recipe)
     seed = derive(vectors.recipe.train.seed, "token n-grams")
@@ -319,7 +319,7 @@ def embedding_by_itself(recipe: Recipe, settings: ByItself, texts: Sequence[str]
     if isinstance(settings, Gradients):
         return Embedding(*gradient_embedder(recipe, settings, texts, keyed=keyed))
     if isinstance(settings, Static):
-        from selection.features import StaticEmbedder
+        from flatshift.selection.features import StaticEmbedder
 
         if not settings.path:
             raise UserError("select.embedder.path is empty: name a directory or a file of word vectors")
@@ -331,10 +331,10 @@ def embedding_by_itself(recipe: Recipe, settings: ByItself, texts: Sequence[str]
 
 def state_embedder(embedder: Backbone | Encoder, *, backbone: str, device: str, keyed: bool) -> tuple[Embed, str]:
     """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
-    from finetune.models.backbone import open_backbone
-    from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
-    from selection import pool_features
-    from selection.features import read_layout, transformer_folder
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
+    from flatshift.selection import pool_features
+    from flatshift.selection.features import read_layout, transformer_folder
 
     name = embedder.path if isinstance(embedder, Encoder) else backbone
     if not name:
@@ -375,4 +375,4 @@ _EMBEDDERS: dict[type, _Kind] = {
     Backbone: _Kind(_by_itself, slow=True),
     Encoder: _Kind(_by_itself, slow=True),
 }
-"""By the settings of `selection.config.Embedder`, but for features of the user's own."""
+"""By the settings of `flatshift.selection.config.Embedder`, but for features of the user's own."""

@@ -12,18 +12,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from experiments.data.splits import read_splits
-from experiments.recipe.config import Recipe, Select
-from experiments.run.console import Console
-from finetune.atomic import json_text
-from finetune.config import Columns, Files
-from finetune.data.rows import Row, limit_rows, read_rows, require_rows
-from finetune.data.view import RowView
-from finetune.errors import UserError
-from finetune.seeds import derive
+from flatshift.experiments.data.splits import read_splits
+from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.atomic import json_text
+from flatshift.finetune.config import Columns, Files
+from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
+from flatshift.finetune.data.view import RowView
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
 
 if TYPE_CHECKING:
-    from selection.hygiene import Cleaned, Listed
+    from flatshift.selection.hygiene import Cleaned, Listed
 
 _ENTRIES = 4096
 
@@ -51,7 +51,7 @@ def clean_rows(
     if not settings.on:
         return rows, None
     _refuse_pieces_beside_features(spec)
-    from selection.hygiene import Reference, clean
+    from flatshift.selection.hygiene import Reference, clean
 
     started = time.monotonic()
     judged = [*apart, *_judged_rows(recipe, spec)] if repeats or settings.decontaminate is not None else []
@@ -105,7 +105,7 @@ def _listed(spec: Select, rows: RowView, console: Console) -> Listed:
         UserError: a file that cannot be read, an entry without an id, or (where bad rows are refused and the whole pool
             is read) one whose id no record has.
     """
-    from selection.hygiene import Listed
+    from flatshift.selection.hygiene import Listed
 
     files = spec.hygiene.drops
     skipped: list[str] = []

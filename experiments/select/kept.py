@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.select.outputs import plain
-from experiments.select.pool import Sides
-from selection.features import FeatureCache
-from selection.features.cache import written_whole
-from selection.methods.base import Selector
+from flatshift.experiments.select.outputs import plain
+from flatshift.experiments.select.pool import Sides
+from flatshift.selection.features import FeatureCache
+from flatshift.selection.features.cache import written_whole
+from flatshift.selection.methods.base import Selector
 
 _FILE = "scores.npz"
 
@@ -23,7 +23,8 @@ _FILE = "scores.npz"
 class KeptScores:
     """A fitted selector's scores in `directory`, tied to the very texts that they belong to.
 
-    A selector with transport potentials is not kept here: its solver keeps its own passes (`selection.transport`).
+    A selector with transport potentials is not kept here: its solver keeps its own passes
+    (`flatshift.selection.transport`).
     """
 
     def __init__(self, directory: Path, sides: Sides):

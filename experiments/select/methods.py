@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.recipe.config import Recipe, Select
-from experiments.run.console import Bar, Console
-from experiments.select.kept import kept_losses
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.tasks import LanguageModel
-from selection.config import Domains, LossGap, Method, Perplexity, needs, ranking
-from selection.errors import TooLittleMemory
-from selection.transport.progress import ITERATIONS
+from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.run.console import Bar, Console
+from flatshift.experiments.select.kept import kept_losses
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.selection.config import Domains, LossGap, Method, Perplexity, needs, ranking
+from flatshift.selection.errors import TooLittleMemory
+from flatshift.selection.transport.progress import ITERATIONS
 
 _PATIENCE_S = 2.0
 """Fits that are over by then show no progress."""
@@ -76,7 +76,7 @@ def solver_device(recipe: Recipe) -> str:
     """Where the transport solver computes: `train.device`, or the CPU for methods without a solver."""
     if recipe.select is None or "features" not in needs(recipe.select.method):
         return "cpu"
-    from finetune.compute.presence import resolve_device
+    from flatshift.finetune.compute.presence import resolve_device
 
     return str(resolve_device(recipe.train.device))
 
@@ -92,7 +92,7 @@ def backbone_surprise(
     """
     inner = ranking(method)
     if isinstance(inner, LossGap):
-        from experiments.select.adapted import loss_gap
+        from flatshift.experiments.select.adapted import loss_gap
 
         gap = loss_gap(recipe, inner, target)
         digest = hashlib.sha256("\0".join(target).encode("utf-8", "surrogatepass")).hexdigest()
@@ -111,13 +111,13 @@ def backbone_surprise(
 
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
-    from finetune.compute.precision import read_precision
-    from finetune.compute.presence import resolve_device
-    from finetune.data.encoding import encode
-    from finetune.data.inference import Inference
-    from finetune.evaluate.perplexity import document_nats
-    from finetune.models.backbone import open_backbone
-    from finetune.models.load import load_backbone
+    from flatshift.finetune.compute.precision import read_precision
+    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.perplexity import document_nats
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.load import load_backbone
 
     task = LanguageModel(pack=False)
     device = resolve_device(recipe.train.device)

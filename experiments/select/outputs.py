@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe.config import Recipe
-from experiments.select.pool import Sides
-from finetune.atomic import json_text
-from finetune.data.rows import Row
-from finetune.data.view import RowView
-from finetune.seeds import derive
-from selection.methods.base import Selector
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.select.pool import Sides
+from flatshift.finetune.atomic import json_text
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.data.view import RowView
+from flatshift.finetune.seeds import derive
+from flatshift.selection.methods.base import Selector
 
 _SHIPPED_POOL = "sample:pool"
 _LONGEST = 600
@@ -123,7 +123,7 @@ def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
 def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:
     import pyarrow.parquet as pq
 
-    from experiments.select.projection import project
+    from flatshift.experiments.select.projection import project
 
     pq.write_table(project(x, y, selected, seed=derive(seed, "map"), max_points=4000), directory / "map.parquet")
 
@@ -132,7 +132,7 @@ def _write_judged_domains(directory: Path, ids: set[str]) -> None:
     """The shipped pool's hidden tags, for the report only: written after the choice was made."""
     import lzma
 
-    from finetune.assets import pool_tags
+    from flatshift.finetune.assets import pool_tags
 
     with lzma.open(pool_tags(), "rt", encoding="utf-8") as tags:
         lines = (line.rstrip("\n").split("\t") for line in tags)

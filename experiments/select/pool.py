@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.recipe.config import Recipe, Select
-from experiments.run.console import Console
-from finetune.config import Files
-from finetune.data.rows import Row, limit_rows, read_rows, require_rows
-from finetune.data.view import RowView, spill_rows
-from finetune.errors import UserError
-from finetune.seeds import derive
-from selection.config import Chunk, Domains
+from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.config import Files
+from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows
+from flatshift.finetune.data.view import RowView, spill_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.selection.config import Chunk, Domains
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,7 +125,7 @@ def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[
         for text in texts:
             yield _grouped([match.span() for match in _WORDS.finditer(text)], chunk.size)
         return
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     tokenizer = open_backbone(recipe.backbone).tokenizer
     if not tokenizer.is_fast:

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe.config import Recipe
-from experiments.select.pool import Sides
-from finetune.seeds import numpy_generator
-from selection.methods.base import Selector
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.select.pool import Sides
+from flatshift.finetune.seeds import numpy_generator
+from flatshift.selection.methods.base import Selector
 
 _SAMPLE = 2000
 """Texts of a side that are looked at."""
@@ -109,7 +109,7 @@ def _first(
     rows = sides.pool.rows.take(chosen)
     judge = getattr(selector, "inside", getattr(selector, "inside_", selector))
     if hasattr(judge, "evidence") and getattr(judge, "explains", False):
-        from finetune.models.backbone import open_backbone
+        from flatshift.finetune.models.backbone import open_backbone
 
         tokenizer = open_backbone(recipe.backbone).tokenizer
         tokens = sides.tokens[0].take(chosen)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune.seeds import derive
+from flatshift.finetune.seeds import derive
 
 if TYPE_CHECKING:
     import pyarrow as pa

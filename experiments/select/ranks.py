@@ -2,8 +2,9 @@
 the rows in each pass of the transport solver.
 
 The rows are found by the names of their files, on a disk that all ranks see; features of a small pool are sent. What a
-pass sends is what `selection.transport.ranks` says: M sums, scalars, and once the subsample, which rank 0 solves while
-the others sleep. Every rank computes on one thread, so that the answer has the same bits on any number of them.
+pass sends is what `flatshift.selection.transport.ranks` says: M sums, scalars, and once the subsample, which rank 0
+solves while the others sleep. Every rank computes on one thread, so that the answer has the same bits on any number of
+them.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from experiments.recipe import Resolved
-from experiments.recipe.rules import check_split
-from experiments.run.console import Draw
-from experiments.select.select import select
-from finetune.config import Mesh
-from finetune.errors import UserError
-from finetune.launch import consistency, failure, spawn, watchdog
-from selection import Pool, SelectionError
-from selection.features import sent_rows
-from selection.methods.base import Progress, Selector
-from selection.methods.gotd import GotDSelector
-from selection.transport.blocks import BLOCK
-from selection.transport.progress import ITERATIONS
+from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.rules import check_split
+from flatshift.experiments.run.console import Draw
+from flatshift.experiments.select.select import select
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.launch import consistency, failure, spawn, watchdog
+from flatshift.selection import Pool, SelectionError
+from flatshift.selection.features import sent_rows
+from flatshift.selection.methods.base import Progress, Selector
+from flatshift.selection.methods.gotd import GotDSelector
+from flatshift.selection.transport.blocks import BLOCK
+from flatshift.selection.transport.progress import ITERATIONS
 
 if TYPE_CHECKING:
-    from finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import World
 
 _LAGS = 1.5
 """A rank whose passes need so many times the median CPU time a row is named."""

@@ -1,4 +1,5 @@
-"""The embedder of a recipe as a function of texts, for the maps of other engines (`selection.features.ShardWriter`)."""
+"""The embedder of a recipe as a function of texts, for the maps of other engines
+(`flatshift.selection.features.ShardWriter`)."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe.config import Recipe
-from experiments.select.adapted import Embed
-from experiments.select.embedding import ByItself, embedding_by_itself
-from finetune.errors import UserError
-from selection.config import Embedder, Gradients
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.select.adapted import Embed
+from flatshift.experiments.select.embedding import ByItself, embedding_by_itself
+from flatshift.finetune.errors import UserError
+from flatshift.selection.config import Embedder, Gradients
 
 
 class RecipeEmbedder:

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe.config import Select
-from experiments.run.console import Console
-from experiments.select.blank_rows import known_rows
-from experiments.select.embedding import Vectors
-from experiments.select.pool import PoolRecords
-from finetune.errors import UserError
-from finetune.seeds import derive
-from selection.config import GotD, GotDContrast, Relevance, ranking
+from flatshift.experiments.recipe.config import Select
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.blank_rows import known_rows
+from flatshift.experiments.select.embedding import Vectors
+from flatshift.experiments.select.pool import PoolRecords
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.selection.config import GotD, GotDContrast, Relevance, ranking
 
 
 def check_relevance(spec: Select) -> None:
@@ -50,7 +50,12 @@ def judge_domains(
     settings = spec.relevance
     if settings is None:
         return pool, None, None
-    from selection.methods.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
+    from flatshift.selection.methods.relevance import (
+        domain_distances,
+        mass_by_distance,
+        nearest_domains,
+        sample_domains,
+    )
 
     view = pool.rows
     domains = view.domains()

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.run.console import Console
-from finetune.atomic import fsync_directory, make_directory, read_object, write_json
-from finetune.data.remote import BLOCK, RemoteFile, find
-from finetune.digests import digest
-from finetune.errors import UserError, user_path
-from finetune.lock import owned
-from selection.errors import SelectionError
-from selection.features import open_directory
-from selection.features.directory import MANIFEST, read_manifest
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.atomic import fsync_directory, make_directory, read_object, write_json
+from flatshift.finetune.data.remote import BLOCK, RemoteFile, find
+from flatshift.finetune.digests import digest
+from flatshift.finetune.errors import UserError, user_path
+from flatshift.finetune.lock import owned
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features import open_directory
+from flatshift.selection.features.directory import MANIFEST, read_manifest
 
 _SOURCE = "source.json"
 """Beside a single array: where it comes from, and its SHA-256."""

@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe import Resolved
-from experiments.recipe.config import Recipe, Select
-from experiments.run.console import Console, Draw
-from experiments.run.resumable_directory import unfinished
-from experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
-from experiments.select.checks import can_check, check_choice, standing
-from experiments.select.copies import without_copies
-from experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
-from experiments.select.hygiene import clean_rows
-from experiments.select.kept import KeptScores
-from experiments.select.methods import (
+from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.run.console import Console, Draw
+from flatshift.experiments.run.resumable_directory import unfinished
+from flatshift.experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
+from flatshift.experiments.select.checks import can_check, check_choice, standing
+from flatshift.experiments.select.copies import without_copies
+from flatshift.experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
+from flatshift.experiments.select.hygiene import clean_rows
+from flatshift.experiments.select.kept import KeptScores
+from flatshift.experiments.select.methods import (
     backbone_surprise,
     check_method,
     idle_setting,
@@ -37,21 +37,21 @@ from experiments.select.methods import (
     vectors_needed,
     watched,
 )
-from experiments.select.outputs import plain, write_choice
-from experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records
-from experiments.select.profile import profile_choice
-from experiments.select.relevance import check_relevance, judge_domains
-from experiments.select.target import check_target, read_target, target_record
-from finetune.atomic import write_json
-from finetune.data.files import describe
-from finetune.digests import DONE, FILES, sums
-from finetune.errors import UserError
-from finetune.lock import owned
-from finetune.run_directory import disk_full_interrupts, write_provenance
-from finetune.seeds import derive
-from selection import Pool, build_selector
-from selection.config import Auto, GotD, needs
-from selection.methods.base import Progress, Selector
+from flatshift.experiments.select.outputs import plain, write_choice
+from flatshift.experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records
+from flatshift.experiments.select.profile import profile_choice
+from flatshift.experiments.select.relevance import check_relevance, judge_domains
+from flatshift.experiments.select.target import check_target, read_target, target_record
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import owned
+from flatshift.finetune.run_directory import disk_full_interrupts, write_provenance
+from flatshift.finetune.seeds import derive
+from flatshift.selection import Pool, build_selector
+from flatshift.selection.config import Auto, GotD, needs
+from flatshift.selection.methods.base import Progress, Selector
 
 _LONG_S = 10.0
 """Fits that took longer are kept until the selection is whole."""
@@ -71,7 +71,7 @@ def select(
     that took long are not computed again.
 
     draw: draws its page, which comes with the directory. fit: fits the selector, if not its own `fit` does
-    (`experiments.select.ranks`).
+    (`flatshift.experiments.select.ranks`).
     Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
     the pool.
     """
@@ -261,7 +261,7 @@ def _tokenise(recipe: Recipe, sides: Sides, directory: Path, console: Console) -
     assert spec is not None
     if "tokens" not in needs(spec.method):
         return
-    from selection import TokenRows
+    from flatshift.selection import TokenRows
 
     tokenize, size = tokenizer_of(recipe)
     texts = sides.pool.rows.texts

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.holdout import RowKeys, set_apart
-from experiments.data.splits import read_splits
-from experiments.recipe.config import Recipe
-from experiments.run.console import Console
-from experiments.select.pool import Records, read_records
-from finetune.atomic import read_object
-from finetune.config import Columns, Data
-from finetune.data.files import describe
-from finetune.data.rows import Row, limit_rows
-from finetune.errors import UserError
-from finetune.seeds import derive
+from flatshift.experiments.data.holdout import RowKeys, set_apart
+from flatshift.experiments.data.splits import read_splits
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.pool import Records, read_records
+from flatshift.finetune.atomic import read_object
+from flatshift.finetune.config import Columns, Data
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.rows import Row, limit_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
 
 
 def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:

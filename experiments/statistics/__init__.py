@@ -1,6 +1,6 @@
 """Does a curve show double descent? A peak test that holds with few seeds, a verdict with its evidence, thresholds.
 
-    from experiments.statistics import Curve, judge_curve
+    from flatshift.experiments.statistics import Curve, judge_curve
     verdict = judge_curve(Curve(axis="rank", values=ranks, test=errors, train_error=fitted, train_loss=losses))
 
 `peak` tests and locates, `verdict` names, `beside` compares two curves, `emc` finds where training data stop being
@@ -8,10 +8,10 @@ fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays 
 files or recipes, trains a network or imports torch.
 """
 
-from experiments.statistics.beside import Beside, compare_curves
-from experiments.statistics.curve import Curve
-from experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
-from experiments.statistics.peak import (
+from flatshift.experiments.statistics.beside import Beside, compare_curves
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
+from flatshift.experiments.statistics.peak import (
     Detectable,
     Height,
     Holdout,
@@ -22,7 +22,7 @@ from experiments.statistics.peak import (
     seeds_needed,
     thin,
 )
-from experiments.statistics.verdict import Kind, Verdict, judge_curve
+from flatshift.experiments.statistics.verdict import Kind, Verdict, judge_curve
 
 __all__ = [
     "EMC",

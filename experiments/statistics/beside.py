@@ -18,12 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.statistics.curve import Curve
-from experiments.statistics.emc import crossing
-from experiments.statistics.intervals import Interval, paired_p, t_interval
-from experiments.statistics.peak import PeakTest, highest_between, peak_test
-from experiments.statistics.scale import Scale, scale_of
-from finetune.errors import UserError
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.emc import crossing
+from flatshift.experiments.statistics.intervals import Interval, paired_p, t_interval
+from flatshift.experiments.statistics.peak import PeakTest, highest_between, peak_test
+from flatshift.experiments.statistics.scale import Scale, scale_of
+from flatshift.finetune.errors import UserError
 
 FEWEST_SEEDS = 3
 REMAINS = 0.2

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.statistics.emc import EPSILON
-from experiments.statistics.peak import MOST_POINTS, thin
-from experiments.statistics.scale import Scale, scale_of
-from finetune.errors import UserError
+from flatshift.experiments.statistics.emc import EPSILON
+from flatshift.experiments.statistics.peak import MOST_POINTS, thin
+from flatshift.experiments.statistics.scale import Scale, scale_of
+from flatshift.finetune.errors import UserError
 
 Lost = Literal["diverged", "failed", "stopped early", "ended early"]
 """What became of runs without values; `ended early`: some diverged, some stopped."""

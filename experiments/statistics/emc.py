@@ -13,8 +13,8 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.statistics.intervals import t_quantile
-from finetune.errors import UserError
+from flatshift.experiments.statistics.intervals import t_quantile
+from flatshift.finetune.errors import UserError
 
 Side = Literal["inside", "before", "beyond"]
 EPSILON = 0.1

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from experiments.statistics.curve import Curve
-from experiments.statistics.intervals import t_interval
-from experiments.statistics.peak import PeakTest, differing_test
-from experiments.statistics.scale import scale_of
-from experiments.statistics.shape import shape_of
-from finetune.errors import UserError
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.intervals import t_interval
+from flatshift.experiments.statistics.peak import PeakTest, differing_test
+from flatshift.experiments.statistics.scale import scale_of
+from flatshift.experiments.statistics.shape import shape_of
+from flatshift.finetune.errors import UserError
 
 SPIKE = 2.0
 """A gradient norm counts as a spike from this multiple of its value at the left flank of the training peak."""

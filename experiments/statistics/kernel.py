@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.statistics.intervals import Interval, t_quantile
+from flatshift.experiments.statistics.intervals import Interval, t_quantile
 
 NOISE = 1e-10
 """Eigenvalues below this share of the largest count as none: features are computed in float32."""

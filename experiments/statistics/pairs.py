@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from finetune.seeds import numpy_generator
+from flatshift.finetune.seeds import numpy_generator
 
 PRIOR = 4
 """Weight of the mean variance, in degrees of freedom: a variance of few seeds leans on those of the other points."""

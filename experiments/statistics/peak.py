@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.statistics.intervals import t_quantile
-from experiments.statistics.pairs import (
+from flatshift.experiments.statistics.intervals import t_quantile
+from flatshift.experiments.statistics.pairs import (
     Null,
     Pairs,
     critical,
@@ -38,8 +38,8 @@ from experiments.statistics.pairs import (
     point_variances,
     rises_and_falls,
 )
-from experiments.statistics.scale import Scale
-from finetune.errors import UserError
+from flatshift.experiments.statistics.scale import Scale
+from flatshift.finetune.errors import UserError
 
 MOST_POINTS = 10
 FEWEST_SEEDS = 5
@@ -287,7 +287,7 @@ def check_points(count: int) -> None:
     if count > MOST_POINTS:
         raise UserError(
             f"the peak test takes at most {MOST_POINTS} points, got {count}: choose them beforehand, without looking "
-            "at the curve (experiments.statistics.thin does)"
+            "at the curve (flatshift.experiments.statistics.thin does)"
         )
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.statistics.curve import Curve
-from experiments.statistics.intervals import t_quantile
-from experiments.statistics.pairs import Pairs, pairs_of
-from experiments.statistics.peak import PeakTest, finite_part, scaled
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.intervals import t_quantile
+from flatshift.experiments.statistics.pairs import Pairs, pairs_of
+from flatshift.experiments.statistics.peak import PeakTest, finite_part, scaled
 
 
 @dataclass(frozen=True)

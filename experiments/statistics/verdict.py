@@ -12,11 +12,11 @@ from typing import Literal
 
 import numpy as np
 
-from experiments.statistics.curve import Curve
-from experiments.statistics.emc import Crossing, crossing
-from experiments.statistics.instability import Instability, find_instability
-from experiments.statistics.intervals import t_interval
-from experiments.statistics.peak import (
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.emc import Crossing, crossing
+from flatshift.experiments.statistics.instability import Instability, find_instability
+from flatshift.experiments.statistics.intervals import t_interval
+from flatshift.experiments.statistics.peak import (
     HOLDOUT_SEEDS,
     Holdout,
     PeakTest,
@@ -26,8 +26,8 @@ from experiments.statistics.peak import (
     holdout_test,
     seeds_needed,
 )
-from experiments.statistics.shape import Shape, shape_of
-from finetune.errors import UserError
+from flatshift.experiments.statistics.shape import Shape, shape_of
+from flatshift.finetune.errors import UserError
 
 Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
 TOLERANCE = 0.2

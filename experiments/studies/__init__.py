@@ -1,6 +1,6 @@
 """Studies: cells that train as `flatshift train` does, one queue, one result; sweeps and comparisons are plans."""
 
-from experiments.studies.cell import Cell, Result, cell_of, finish_cell, run_cell
-from experiments.studies.queue import run_cells, start_worker
+from flatshift.experiments.studies.cell import Cell, Result, cell_of, finish_cell, run_cell
+from flatshift.experiments.studies.queue import run_cells, start_worker
 
 __all__ = ["Cell", "Result", "cell_of", "finish_cell", "run_cell", "run_cells", "start_worker"]

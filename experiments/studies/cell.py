@@ -21,19 +21,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.recipe import Resolved, recipe_key
-from experiments.recipe.key import TRAINING_ROWS
-from experiments.recipe.rules import check_cell
-from experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
-from experiments.run.console import Console
-from finetune.digests import digest, write_sealed
-from finetune.errors import Interrupted, is_out_of_memory, user_path
-from finetune.run_directory import RunDirectory, disk_full_interrupts
+from flatshift.experiments.recipe import Resolved, recipe_key
+from flatshift.experiments.recipe.key import TRAINING_ROWS
+from flatshift.experiments.recipe.rules import check_cell
+from flatshift.experiments.results.cells import RESULT, Status, flatshift_version, result_files, source_digest
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.digests import digest, write_sealed
+from flatshift.finetune.errors import Interrupted, is_out_of_memory, user_path
+from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
-    from experiments.data.splits import Prepared
-    from experiments.recipe.config import Recipe
-    from experiments.workflows.context import Probe
+    from flatshift.experiments.data.splits import Prepared
+    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.workflows.context import Probe
 
 _DONE = Path("stages", "fine-tune", "done.json")
 
@@ -66,7 +66,7 @@ def label_of(point: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """How a cell ended (`experiments.results.cells` says what each status means)."""
+    """How a cell ended (`flatshift.experiments.results.cells` says what each status means)."""
 
     status: Status
     reason: str | None = None
@@ -92,8 +92,8 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     here), and the bytes of the input files, of a backbone that is a local directory (its tokenizer too), and of an
     adapter that it begins with.
     """
-    from experiments.recipe.auto import settled
-    from experiments.workflows.run_parts import recipe_inputs
+    from flatshift.experiments.recipe.auto import settled
+    from flatshift.experiments.workflows.run_parts import recipe_inputs
 
     resolved = settled(resolved)
     if resolved.recipe.eval.train_limit is None:
@@ -119,7 +119,7 @@ def settings_digests(recipe: Recipe) -> list[list[str]]:
 @functools.cache
 def _backbone_digests(name: str) -> list[list[str]]:
     """[file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
-    from finetune import assets
+    from flatshift.finetune import assets
 
     directory = user_path(name)
     if name.startswith("package:") or assets.backbone(name) is not None or not directory.is_dir():
@@ -130,7 +130,7 @@ def _backbone_digests(name: str) -> list[list[str]]:
 
 @functools.cache
 def _adapter_digest(name: str, where: str) -> str:
-    from finetune.adapters.saved import SavedAdapter
+    from flatshift.finetune.adapters.saved import SavedAdapter
 
     return SavedAdapter.find(name, where=where).digest()
 
@@ -138,7 +138,7 @@ def _adapter_digest(name: str, where: str) -> str:
 @functools.cache
 def file_digest(path: str) -> list[str]:
     """SHA-256 of each data file that `path` stands for."""
-    from finetune.data.files import describe
+    from flatshift.finetune.data.files import describe
 
     return [entry["sha256"] for entry in describe([path])]
 
@@ -179,15 +179,15 @@ def train_cell(
 ) -> Result:
     """Train and judge a cell as `flatshift train` does, but for its report; its weights go when it is judged.
 
-    recipe: the cell's own, for this process. prepared: stands in for `experiments.data.splits.prepare`; hooks: further
-    fields of `RunContext`, where cells share rows and backbone (`experiments.studies.stack`).
+    recipe: the cell's own, for this process. prepared: stands in for `flatshift.experiments.data.splits.prepare`;
+    hooks: further fields of `RunContext`, where cells share rows and backbone (`flatshift.experiments.studies.stack`).
     Raises Diverged, also for a trained adapter whose loss on judged rows is not a finite number.
     """
-    from experiments.data.splits import prepare
-    from experiments.select.target import check_target
-    from experiments.workflows.context import opened
-    from experiments.workflows.run_parts import remove_weights
-    from experiments.workflows.train import execute
+    from flatshift.experiments.data.splits import prepare
+    from flatshift.experiments.select.target import check_target
+    from flatshift.experiments.workflows.context import opened
+    from flatshift.experiments.workflows.run_parts import remove_weights
+    from flatshift.experiments.workflows.train import execute
 
     check_cell(recipe)
     rows = (prepared or prepare)(recipe)
@@ -203,7 +203,7 @@ def train_cell(
 
 
 def _refuse_broken(metrics: Mapping[str, Any]) -> None:
-    from finetune.train.spikes import Diverged
+    from flatshift.finetune.train.spikes import Diverged
 
     for split, figures in metrics.items():
         if "loss" in figures and figures["loss"]["value"] is None:
@@ -223,7 +223,7 @@ def result_of(measure: Callable[[], Result], directory: Path) -> tuple[Result, b
     except Interrupted:
         raise
     except ValueError as error:
-        from finetune.train.spikes import Diverged
+        from flatshift.finetune.train.spikes import Diverged
 
         result = Result("diverged" if isinstance(error, Diverged) else "failed", str(error))
     except Exception as error:

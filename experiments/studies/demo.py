@@ -12,16 +12,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.studies import SweepOptions
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console, Draw
-from experiments.studies.sweep import sweep
-from experiments.studies.warmups import study
-from experiments.workflows.train import resume, train
-from finetune.atomic import write_json
-from finetune.lock import owned
-from finetune.run_directory import refuse_nonempty, write_provenance
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console, Draw
+from flatshift.experiments.studies.sweep import sweep
+from flatshift.experiments.studies.warmups import study
+from flatshift.experiments.workflows.train import resume, train
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.lock import owned
+from flatshift.finetune.run_directory import refuse_nonempty, write_provenance
 
 _RUN = {
     "train.steps": 40,

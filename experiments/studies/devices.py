@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from experiments.studies.cell import Cell
-from finetune.errors import UserError
+from flatshift.experiments.studies.cell import Cell
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Places:
         """CPU threads of one worker."""
         if self.given is not None:
             return self.given
-        from finetune.planner.devices import at_hand
+        from flatshift.finetune.planner.devices import at_hand
 
         return max(1, at_hand("cpu").count // self.jobs)
 
@@ -45,7 +45,7 @@ def place(cell: Cell, device: str | None) -> Cell:
 
 def on_cuda(places: Places, cells: Sequence[Cell]) -> bool:
     """Whether any of the cells computes on a CUDA device."""
-    from finetune.planner.devices import at_hand
+    from flatshift.finetune.planner.devices import at_hand
 
     wanted = set(places.devices) or {cell.resolved.recipe.train.device for cell in cells}
     return any(device != "cpu" and at_hand(device).kind == "cuda" for device in wanted)
@@ -56,7 +56,7 @@ def memory_of(places: Places, wanted: str) -> int | None:
 
     wanted: the recipes' train.device, where the places do not say.
     """
-    from finetune.planner.devices import at_hand
+    from flatshift.finetune.planner.devices import at_hand
 
     found = at_hand(places.device(0) or wanted)
     share = found.each(places.jobs)
@@ -66,7 +66,7 @@ def memory_of(places: Places, wanted: str) -> int | None:
 
 
 def _cuda_devices() -> int:
-    from finetune.planner.devices import at_hand
+    from flatshift.finetune.planner.devices import at_hand
 
     found = at_hand()
     return found.count if found.kind == "cuda" else 0

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from experiments.results.cells import flatshift_version, read_result, source_digest
-from experiments.run.console import Console
-from experiments.studies.cell import Cell
-from finetune.atomic import write_json
-from finetune.digests import DONE, FILES, sums
-from finetune.errors import UserError
-from finetune.lock import taken
+from flatshift.experiments.results.cells import flatshift_version, read_result, source_digest
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import Cell
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import taken
 
 WORKERS = ".workers.lock"
 """Held by every worker process for as long as it may write into cells."""
@@ -56,7 +56,8 @@ def await_orphans(out: Path) -> None:
 
 
 def note_finished(out: Path, names: Iterable[str]) -> None:
-    """Write done.json: SHA-256 of those of `names` that are there, and of what each cell keeps (`finetune.digests`)."""
+    """Write done.json: SHA-256 of those of `names` that are there, and of what each cell keeps
+    (`flatshift.finetune.digests`)."""
     kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
     write_json(out / DONE, {FILES: sums(out, [file for file in kept if file.is_file()])})
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 
-from finetune.errors import UserError
+from flatshift.finetune.errors import UserError
 
 CLAIMS = ".claims"
 """The folder of them in a study's directory."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from experiments.run.console import Console
-from experiments.studies.cell import Cell, label_of
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import Cell, label_of
 
 _ENOUGH = 4
 """Cells from which on the three coefficients of a `CostModel` are fitted; before, time is taken as proportional to the

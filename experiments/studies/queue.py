@@ -23,18 +23,18 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.results.cells import RESULT, read_result, source_digest
-from experiments.run.console import Console
-from experiments.studies.cell import Cell, Result, drop_result, finish_cell, result_of, run_cell
-from experiments.studies.devices import Places, memory_of, on_cuda, place
-from experiments.studies.directory import at_work, await_orphans, results_of
-from experiments.studies.leases import Leases
-from experiments.studies.progress import Progress
-from finetune.atomic import sweep_leftovers
-from finetune.child_process import without_namesakes
-from finetune.errors import Interrupted
-from finetune.launch.spawn import THREADS
-from finetune.run_directory import RunDirectory, disk_full_interrupts
+from flatshift.experiments.results.cells import RESULT, read_result, source_digest
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import Cell, Result, drop_result, finish_cell, result_of, run_cell
+from flatshift.experiments.studies.devices import Places, memory_of, on_cuda, place
+from flatshift.experiments.studies.directory import at_work, await_orphans, results_of
+from flatshift.experiments.studies.leases import Leases
+from flatshift.experiments.studies.progress import Progress
+from flatshift.finetune.atomic import sweep_leftovers
+from flatshift.finetune.child_process import without_namesakes
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.launch.spawn import THREADS
+from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 Unit = tuple[Cell, ...]
 """Cells that one worker trains at a time: one, or a stack on a shared backbone."""
@@ -62,7 +62,7 @@ def run_unit(out: Path, unit: Unit, threads: int | None) -> bool:
     if len(unit) == 1:
         fit = run_cell(directories[0], unit[0], threads)
     else:
-        from experiments.studies.stack import run_stack
+        from flatshift.experiments.studies.stack import run_stack
 
         def measure() -> Result:
             run_stack(directories, unit, threads)
@@ -134,7 +134,7 @@ def units_of(
     """
     if stack == 1:
         return [(cell,) for cell in cells]
-    from experiments.studies.stack import WIDTH, stacks
+    from flatshift.experiments.studies.stack import WIDTH, stacks
 
     width = min(stack or WIDTH, -(-len(cells) // places.jobs))
     memory = memory_of(places, cells[0].resolved.recipe.train.device)

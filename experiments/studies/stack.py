@@ -3,8 +3,9 @@
     for stack in stacks(cells, width=32):
         run_stack([out / "cells" / cell.key for cell in stack.cells], stack.cells, threads=1)
 
-A stack leaves for every cell what `experiments.studies.run_cell` leaves, with the same figures to rounding; a cell that
-fails fails alone; a stack that is stopped, or in which a device fails, leaves no result for the cells under way.
+A stack leaves for every cell what `flatshift.experiments.studies.run_cell` leaves, with the same figures to rounding; a
+cell that fails fails alone; a stack that is stopped, or in which a device fails, leaves no result for the cells under
+way.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.data.splits import Prepared, prepare
-from experiments.recipe.config import Recipe
-from experiments.results.cells import read_result
-from experiments.run.console import graceful_stop
-from experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, train_cell, without_cache
-from finetune.compute.numerics import cpu_threads
-from finetune.compute.presence import resolve_device
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.run_directory import RunDirectory, disk_full_interrupts
-from finetune.stacked.host import Host
-from finetune.stacked.limits import NotStackable, estimate, refusal
-from finetune.stacked.together import Stage, cell_engine, run_together
+from flatshift.experiments.data.splits import Prepared, prepare
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.run.console import graceful_stop
+from flatshift.experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, train_cell, without_cache
+from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.compute.presence import resolve_device
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
+from flatshift.finetune.stacked.host import Host
+from flatshift.finetune.stacked.limits import NotStackable, estimate, refusal
+from flatshift.finetune.stacked.together import Stage, cell_engine, run_together
 
 WIDTH = 32
 """Cells of a stack where nobody says how many."""

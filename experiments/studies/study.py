@@ -11,22 +11,22 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from experiments.recipe import Resolved
-from experiments.recipe.build import nearest
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import lay, recipe_tree, resolve_tree
-from experiments.recipe.tree import Branch
-from experiments.results.cells import read_result
-from experiments.run.console import Console
-from experiments.studies.cell import Cell
-from experiments.studies.devices import Places
-from experiments.studies.directory import WORKERS, note_finished
-from experiments.studies.queue import RunUnit, run_cells, run_unit
-from finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
-from finetune.digests import DONE
-from finetune.errors import Interrupted, UserError, is_remote
-from finetune.lock import INSIDE, owned
-from finetune.run_directory import COMMAND, ENVIRONMENT, write_provenance
+from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.build import nearest
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import lay, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import Cell
+from flatshift.experiments.studies.devices import Places
+from flatshift.experiments.studies.directory import WORKERS, note_finished
+from flatshift.experiments.studies.queue import RunUnit, run_cells, run_unit
+from flatshift.finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
+from flatshift.finetune.digests import DONE
+from flatshift.finetune.errors import Interrupted, UserError, is_remote
+from flatshift.finetune.lock import INSIDE, owned
+from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, write_provenance
 
 RECIPE = "study.recipe.yaml"
 Document = dict[str, Any]
@@ -64,7 +64,7 @@ def study_recipe(
     Raises:
         UserError: a recipe without the block, or one that cannot be built.
     """
-    from experiments.recipe.auto import settled_tree
+    from flatshift.experiments.recipe.auto import settled_tree
 
     tree = lay(recipe_tree(reference), overrides)
     name = Path(reference).stem
@@ -81,8 +81,8 @@ def locate(name: str, data: Path | None, where: str) -> str:
 
     where: the recipe key, for the refusal. Raises UserError if there is no such file.
     """
-    from finetune.data.files import expand
-    from finetune.data.formats import HUB, SAMPLE
+    from flatshift.finetune.data.files import expand
+    from flatshift.finetune.data.formats import HUB, SAMPLE
 
     elsewhere = name.startswith(HUB) or is_remote(name)
     if elsewhere or name.startswith(SAMPLE) or Path(name).is_absolute():
@@ -107,7 +107,7 @@ def chosen(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
 
 
 def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
-    """Make the directory, or check that it is a study's; the caller owns it (`finetune.lock`).
+    """Make the directory, or check that it is a study's; the caller owns it (`flatshift.finetune.lock`).
 
     Several recipes may share a directory, one after another, as cells have names. what: kind of study, for the refusal.
     Raises UserError if `out` holds something else.

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.recipe import Resolved, from_override, load_recipe
-from experiments.recipe.auto import settled
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.studies import Cell, cell_of, run_cells
-from experiments.studies.devices import Places
-from experiments.workflows.build import text_perplexity
-from finetune.atomic import write_json
-from finetune.errors import UserError
-from finetune.run_directory import write_provenance
+from flatshift.experiments.recipe import Resolved, from_override, load_recipe
+from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies import Cell, cell_of, run_cells
+from flatshift.experiments.studies.devices import Places
+from flatshift.experiments.workflows.build import text_perplexity
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import write_provenance
 
 
 @dataclass(frozen=True)

@@ -10,26 +10,26 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from experiments.data.sources import judged_train
-from experiments.data.splits import Prepared, read_splits
-from experiments.recipe.config import Recipe, warm_up_task
-from experiments.run.console import Console
-from finetune.adapters.initial_values import Beginning
-from finetune.atomic import read_object, replacing, write_json
-from finetune.compute.presence import resolve_device
-from finetune.data.encoding import encode
-from finetune.data.example import IGNORE, Example
-from finetune.data.inference import Inference
-from finetune.data.rows import limit_rows
-from finetune.digests import adapter_digest, record_digest
-from finetune.evaluate.judge import evaluate
-from finetune.evaluate.metrics import metric_of
-from finetune.models.backbone import open_backbone
-from finetune.parallel.build import build_engine
-from finetune.parallel.engine import Engine
-from finetune.parallel.mesh import World
-from finetune.seeds import derive
-from finetune.tasks import LanguageModel, MaskedLM, Task
+from flatshift.experiments.data.sources import judged_train
+from flatshift.experiments.data.splits import Prepared, read_splits
+from flatshift.experiments.recipe.config import Recipe, warm_up_task
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.adapters.initial_values import Beginning
+from flatshift.finetune.atomic import read_object, replacing, write_json
+from flatshift.finetune.compute.presence import resolve_device
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.example import IGNORE, Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.rows import limit_rows
+from flatshift.finetune.digests import adapter_digest, record_digest
+from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
 Laid = tuple[Engine, Any]
 """A backbone with an adapter, ready for use, and its tokenizer."""
@@ -96,7 +96,8 @@ def judge(
     label_names: tuple[str, ...] | None = None,
     said: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own seed."""
+    """`flatshift.finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own
+    seed."""
     inference = Inference.of(
         tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
     )
@@ -249,7 +250,7 @@ def shortened_text(text: str) -> str:
 
 
 def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Sequence[Any]]]]) -> None:
-    """What was said of each row: `split, row, text`, and the columns of `finetune.evaluate.judge.Judge.said`.
+    """What was said of each row: `split, row, text`, and the columns of `flatshift.finetune.evaluate.judge.Judge.said`.
 
     splits: pairs of a split's name and its columns, of as many entries as the split has rows.
     """

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.workflows.generate import alone, finished_recipe
-from experiments.workflows.subjects import Adapted, Subject
-from finetune.compute.numerics import cpu_threads
-from finetune.data.encoding import end_token
-from finetune.data.example import Question
-from finetune.data.formats import has_half_pair
-from finetune.data.rows import Row
-from finetune.errors import UserError
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.generate import alone, finished_recipe
+from flatshift.experiments.workflows.subjects import Adapted, Subject
+from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.data.encoding import end_token
+from flatshift.finetune.data.example import Question
+from flatshift.finetune.data.formats import has_half_pair
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError
 
 Message = Mapping[str, str]
 """`role` (system, user, assistant) and `content`."""
@@ -92,9 +92,9 @@ class WritingRuns:
         told: gets the answer piece by piece as it is written.
         Raises UserError for an unknown name, turns that nobody can answer, and what does not fit the backbone.
         """
-        from finetune.data.inference import Inference
-        from finetune.evaluate.generation import Decoding, continue_prompts
-        from finetune.models.backbone import open_backbone
+        from flatshift.finetune.data.inference import Inference
+        from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
+        from flatshift.finetune.models.backbone import open_backbone
 
         if name not in self._subjects:
             raise UserError(f"no run is called {name!r}; there are {', '.join(self.names)}")

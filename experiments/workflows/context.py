@@ -10,21 +10,21 @@ from typing import Any, Protocol
 
 import torch
 
-from experiments.data.splits import Prepared
-from experiments.recipe.config import Recipe
-from experiments.run.console import Console, Draw, graceful_stop
-from experiments.workflows.build import Laid, lay_out
-from finetune.compute.matmul_rate import peak_rate
-from finetune.compute.numerics import cpu_threads
-from finetune.compute.presence import resolve_device
-from finetune.errors import UserError
-from finetune.parallel.engine import Engine
-from finetune.parallel.mesh import World
-from finetune.run_directory import RunDirectory
-from finetune.train.trackers import Trackers, open_trackers
+from flatshift.experiments.data.splits import Prepared
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.run.console import Console, Draw, graceful_stop
+from flatshift.experiments.workflows.build import Laid, lay_out
+from flatshift.finetune.compute.matmul_rate import peak_rate
+from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.compute.presence import resolve_device
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.train.trackers import Trackers, open_trackers
 
 LayOut = Callable[..., Laid]
-"""`experiments.workflows.build.lay_out`, or what stands in for it."""
+"""`flatshift.experiments.workflows.build.lay_out`, or what stands in for it."""
 
 
 class Probe(Protocol):

@@ -1,6 +1,6 @@
 """A run's model for other programs: GGUF for llama.cpp, a Modelfile for Ollama, a folder with its own check for vLLM.
 
-Each is made of the merged model, and each is compared with the run (`experiments.workflows.folder_check`):
+Each is made of the merged model, and each is compared with the run (`flatshift.experiments.workflows.folder_check`):
 `reference.json` holds what training's own tokens of some prompts of the run make the model say next, in float32.
 """
 
@@ -16,20 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.recipe import resume_recipe
-from experiments.recipe.config import Recipe
-from experiments.workflows.export import rows_in_reach
-from experiments.workflows.folder_check import Expected, Gguf, compare, expected
-from experiments.workflows.generation_settings import all_ends, trained_ends
-from experiments.workflows.merge import merge_into, require_foldable
-from experiments.workflows.model_card import card
-from experiments.workflows.saved_tokenizer import RunRows
-from finetune.atomic import write_json, write_text
-from finetune.data.encoding import end_token, plain_ids
-from finetune.errors import UserError, shortened
-from finetune.lock import owned
-from finetune.models.backbone import open_backbone
-from finetune.run_directory import new_output, refuse_old
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.workflows.export import rows_in_reach
+from flatshift.experiments.workflows.folder_check import Expected, Gguf, compare, expected
+from flatshift.experiments.workflows.generation_settings import all_ends, trained_ends
+from flatshift.experiments.workflows.merge import merge_into, require_foldable
+from flatshift.experiments.workflows.model_card import card
+from flatshift.experiments.workflows.saved_tokenizer import RunRows
+from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.data.encoding import end_token, plain_ids
+from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.lock import owned
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.run_directory import new_output, refuse_old
 
 Program = Literal["gguf", "ollama", "vllm"]
 Outtype = Literal["auto", "f32", "f16", "bf16", "q8_0"]

@@ -163,7 +163,7 @@ def _only_with(requirement: Requirement, extra: str) -> bool:
 def cpu() -> dict[str, Any]:
     """Model, usable cores (affinity and container quota), and which fast bf16 instructions there are.
 
-    Read here and not by `finetune.processor`: a foreign `finetune` may stand before ours.
+    Read here and not by `flatshift.finetune.processor`: a foreign `finetune` may stand before ours.
     """
     info: dict[str, str] = {}
     try:
@@ -223,7 +223,7 @@ def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -
     """Why torch sees no CUDA device, in the words that a run gets: a problem where both a driver and a build for CUDA
     are here, a note where one of them is missing, nothing on a machine that has neither."""
     try:
-        from finetune.compute.presence import absence, look
+        from flatshift.finetune.compute.presence import absence, look
 
         found = look()
         reason = absence(found)
@@ -270,10 +270,10 @@ def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict
 def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     """What `train.precision: auto` comes to on the device that `train.device: auto` takes, and by which figures."""
     try:
-        from finetune.compute.matmul_rate import Shape
-        from finetune.compute.precision import choose
-        from finetune.compute.presence import resolve_device
-        from finetune.config import Train
+        from flatshift.finetune.compute.matmul_rate import Shape
+        from flatshift.finetune.compute.precision import choose
+        from flatshift.finetune.compute.presence import resolve_device
+        from flatshift.finetune.config import Train
 
         choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
     except Exception as error:  # a foreign `finetune`, which the problems above name, or a device that fails
@@ -288,7 +288,7 @@ def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str,
     if importlib.util.find_spec("bitsandbytes") is None:
         return None
     try:
-        from finetune.models import quantize
+        from flatshift.finetune.models import quantize
 
         kinds: dict[str, list[str]] = {kind: [] for kind in quantize.KINDS}
         for kind in quantize.KINDS:
@@ -308,7 +308,7 @@ def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str,
 def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
     """The backbones and samples in the package; none at all means a broken installation."""
     try:
-        from finetune import assets
+        from flatshift.finetune import assets
 
         found = {"backbones": assets.backbones(), "samples": assets.samples()}
     except Exception as error:  # a foreign `finetune` may hold anything; the problems above name it
@@ -324,7 +324,7 @@ def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
 def token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
     """Where encoded rows are kept between runs, how many inputs' and their bytes; None if that cannot be told."""
     try:
-        from finetune.cache_directory import cache_limit, cache_root, kept
+        from flatshift.finetune.cache_directory import cache_limit, cache_root, kept
 
         root = cache_root()
         entries = kept(root)

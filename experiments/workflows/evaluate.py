@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.encode import encode_rows
-from experiments.data.sources import Part
-from experiments.data.splits import learnt, prepare, prepare_apart, read_splits
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.workflows.build import (
+from flatshift.experiments.data.encode import encode_rows
+from flatshift.experiments.data.sources import Part
+from flatshift.experiments.data.splits import learnt, prepare, prepare_apart, read_splits
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.build import (
     TEXTS_KEPT,
     judge,
     judge_splits,
@@ -36,23 +36,23 @@ from experiments.workflows.build import (
     texts_of,
     write_predictions,
 )
-from experiments.workflows.evaluation_document import Findings, document_of, flat
-from experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
-from experiments.workflows.generate import adapted_recipe
-from experiments.workflows.run_parts import check_run
-from experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
-from experiments.workflows.subjects import Adapted, Subject, subjects_of
-from finetune.atomic import replacing_directory, write_json
-from finetune.compute.numerics import cpu_threads, evaluating
-from finetune.data.inference import Inference
-from finetune.data.rows import Row, read_rows
-from finetune.errors import UserError
-from finetune.evaluate.bootstrap import Figure, group_interval
-from finetune.launch import spawn, watchdog
-from finetune.lock import owned
-from finetune.models.families import usable_positions
-from finetune.parallel.mesh import World
-from finetune.seeds import derive
+from flatshift.experiments.workflows.evaluation_document import Findings, document_of, flat
+from flatshift.experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
+from flatshift.experiments.workflows.generate import adapted_recipe
+from flatshift.experiments.workflows.run_parts import check_run
+from flatshift.experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
+from flatshift.experiments.workflows.subjects import Adapted, Subject, subjects_of
+from flatshift.finetune.atomic import replacing_directory, write_json
+from flatshift.finetune.compute.numerics import cpu_threads, evaluating
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.rows import Row, read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.bootstrap import Figure, group_interval
+from flatshift.finetune.launch import spawn, watchdog
+from flatshift.finetune.lock import owned
+from flatshift.finetune.models.families import usable_positions
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.seeds import derive
 
 DOCUMENT = "evaluation.json"
 _LONGEST = 1024
@@ -203,9 +203,9 @@ def _judge_one(
     asked: _How,
     console: Console,
 ) -> None:
-    from finetune.compute.presence import resolve_device
-    from finetune.evaluate.judge import evaluate
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.evaluate.judge import evaluate
+    from flatshift.finetune.models.backbone import open_backbone
 
     recipe, task = subject.recipe, subject.recipe.task
     names, units = (None, None) if not (home := subject.run or subject.like) else learnt(recipe, home)
@@ -303,7 +303,7 @@ def _documents(
     notes: list[str],
     said: dict[str, Any],
 ) -> dict[str, Any]:
-    from finetune.evaluate.text import dictionary_missing, score_texts
+    from flatshift.finetune.evaluate.text import dictionary_missing, score_texts
 
     width = _width(model, recipe, asked.window)
     texts = [row.values["text"] for row in rows]

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.workflows.build import shown
-from experiments.workflows.few_shot import FewShot, Ranked, mcnemar
-from experiments.workflows.subjects import Subject
-from finetune.data.files import expand
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.evaluate.bootstrap import Figure, group_interval
-from finetune.evaluate.metrics import metric_of
-from finetune.seeds import derive
+from flatshift.experiments.workflows.build import shown
+from flatshift.experiments.workflows.few_shot import FewShot, Ranked, mcnemar
+from flatshift.experiments.workflows.subjects import Subject
+from flatshift.finetune.data.files import expand
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.bootstrap import Figure, group_interval
+from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.seeds import derive
 
 _FEW = 10
 """Rows below which a group's figures are called rough."""
@@ -55,8 +55,8 @@ def document_of(
 
     Raises UserError for a value in `trained` that no row has.
     """
-    from finetune.evaluate.text import language
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.evaluate.text import language
+    from flatshift.finetune.models.backbone import open_backbone
 
     config = subjects[0].recipe.eval
     values = {
@@ -298,7 +298,7 @@ def headline(metrics: Mapping[str, Any]) -> str:
 
 def headline_metric(metrics: Mapping[str, Any]) -> str | None:
     """bits per byte where text was judged, else the first of a headline."""
-    from finetune.evaluate.metrics import in_headline_order
+    from flatshift.finetune.evaluate.metrics import in_headline_order
 
     ordered = ["bits_per_byte", *in_headline_order(metrics)]
     return next((name for name in ordered if name in metrics), None)

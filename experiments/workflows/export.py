@@ -16,23 +16,23 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.data.splits import learnt
-from experiments.recipe import resume_recipe
-from experiments.recipe.config import Recipe
-from experiments.workflows.folder_check import compare, expected
-from experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
-from experiments.workflows.model_card import card, own_name, published_name
-from experiments.workflows.run_parts import awaits_evaluation, check_run
-from experiments.workflows.saved_tokenizer import RunRows, run_rows, save_tokenizer
-from finetune.atomic import write_json, write_text
-from finetune.digests import DONE, digest
-from finetune.errors import UserError, first_line, shortened
-from finetune.lock import owned
-from finetune.models.backbone import open_backbone
-from finetune.run_directory import RECIPE, new_output, refuse_old, resume_command
+from flatshift.experiments.data.splits import learnt
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.workflows.folder_check import compare, expected
+from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
+from flatshift.experiments.workflows.model_card import card, own_name, published_name
+from flatshift.experiments.workflows.run_parts import awaits_evaluation, check_run
+from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows, save_tokenizer
+from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.digests import DONE, digest
+from flatshift.finetune.errors import UserError, first_line, shortened
+from flatshift.finetune.lock import owned
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.run_directory import RECIPE, new_output, refuse_old, resume_command
 
 if TYPE_CHECKING:
-    from finetune.adapters.saved import SavedAdapter
+    from flatshift.finetune.adapters.saved import SavedAdapter
 
 
 _FILES = ("adapter_model.safetensors", "adapter_config.json")
@@ -61,7 +61,7 @@ def export(
 def _export(
     path: Path, out: Path, base_model: str | None, license: str | None, add: Sequence[str]
 ) -> dict[str, Any] | None:
-    from finetune.adapters.adapter import read_adapter, require_saved
+    from flatshift.finetune.adapters.adapter import read_adapter, require_saved
 
     recipe = resume_recipe(path).recipe
     require_trained(path, recipe)
@@ -79,7 +79,7 @@ def _export(
         new_output(out) as temporary,
     ):
         if added:
-            from finetune.adapters.combine import combine
+            from flatshift.finetune.adapters.combine import combine
 
             assert own is not None  # `_own` refuses soft tokens here
             combine([(own, 1.0), *added], temporary)
@@ -121,7 +121,7 @@ def rows_in_reach(recipe: Recipe, labels: tuple[str, ...] | None) -> RunRows | N
 
 def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
     """The run's adapter, refused where it fits changed frozen weights, or would be added to; None for soft tokens."""
-    from finetune.adapters.saved import SavedAdapter
+    from flatshift.finetune.adapters.saved import SavedAdapter
 
     if recipe.adapter.projector is not None:
         raise UserError(
@@ -140,7 +140,7 @@ def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
 
 def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
     """`DIR=WEIGHT` or `DIR` (weight 1) as an adapter of the recipe's backbone and its weight."""
-    from finetune.adapters.saved import SavedAdapter
+    from flatshift.finetune.adapters.saved import SavedAdapter
 
     name, _, number = text.rpartition("=") if "=" in text else (text, "", "1")
     try:

@@ -17,18 +17,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.recipe.build import build
-from experiments.recipe.tree import parse_file
-from finetune.config import Columns
-from finetune.data.encoding import Specials
-from finetune.data.inference import Inference
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.errors import UserError
-from finetune.evaluate.bootstrap import Figure
-from finetune.evaluate.candidates import Candidate, cut, score
-from finetune.evaluate.classes import judge_classes
-from finetune.evaluate.prompts import Asked, Prompt, ask, check, shipped
-from finetune.seeds import numpy_generator
+from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.tree import parse_file
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.encoding import Specials
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.rows import Row, read_rows, require_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.bootstrap import Figure
+from flatshift.finetune.evaluate.candidates import Candidate, cut, score
+from flatshift.finetune.evaluate.classes import judge_classes
+from flatshift.finetune.evaluate.prompts import Asked, Prompt, ask, check, shipped
+from flatshift.finetune.seeds import numpy_generator
 
 Score = Literal["sum", "label", "mean", "byte", "pmi", "calibrated"]
 SCORES: tuple[Score, ...] = ("sum", "label", "mean", "byte", "pmi", "calibrated")

@@ -20,17 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe.config import Recipe
-from experiments.workflows.build import lay_out
-from experiments.workflows.saved_tokenizer import RunRows, run_rows
-from finetune.atomic import read_object
-from finetune.config import Mesh
-from finetune.data.example import Question
-from finetune.data.inference import Inference
-from finetune.errors import UserError, shortened
-from finetune.lock import scratch
-from finetune.models.backbone import auto_class, open_backbone
-from finetune.seeds import numpy_generator
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows
+from flatshift.finetune.atomic import read_object
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.data.example import Question
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError, shortened
+from flatshift.finetune.lock import scratch
+from flatshift.finetune.models.backbone import auto_class, open_backbone
+from flatshift.finetune.seeds import numpy_generator
 
 _ROWS, _TOKENS, _LIKELIEST = 8, 32, 5
 _PROMPTS, _LONGEST = 4, 256
@@ -248,7 +248,7 @@ def _judged(
 def _names(wanted: Expected, names: list[str], classes: str) -> list[list[str]]:
     from safetensors import safe_open
 
-    from experiments.workflows.plain_check import chosen
+    from flatshift.experiments.workflows.plain_check import chosen
 
     with safe_open(wanted.work / "asked.safetensors", "pt") as rows:
         logits = [row for n in range(wanted.batches) for row in rows.get_tensor(f"{n}.logits").tolist()]
@@ -303,7 +303,7 @@ def _reference(
 ) -> list[dict[str, Any]]:
     import torch
 
-    from finetune.evaluate.generation import Decoding, continue_prompts, lacking_room
+    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts, lacking_room
 
     questions = _questions(recipe, rows, tokenizer)
     task, device = recipe.task, next(p.device for p in model.parameters() if not p.is_meta)
@@ -352,7 +352,7 @@ def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None
 
 def _fits(recipe: Recipe) -> bool:
     """True if half of the free memory holds the backbone in float32."""
-    from finetune.models.safetensors_index import read_index
+    from flatshift.finetune.models.safetensors_index import read_index
 
     entries = read_index(open_backbone(recipe.backbone).directory).values()
     return 4 * sum(math.prod(entry.shape) for entry in entries) <= available_memory() * _MEMORY_SHARE
@@ -368,11 +368,11 @@ def streamed(
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from experiments.workflows.plain_check import stream
-    from finetune.adapters.adapter import read_adapter
-    from finetune.adapters.merge import read_changes
-    from finetune.models.meta import build_skeleton
-    from finetune.models.weight_names import canonical, read_weight
+    from flatshift.experiments.workflows.plain_check import stream
+    from flatshift.finetune.adapters.adapter import read_adapter
+    from flatshift.finetune.adapters.merge import read_changes
+    from flatshift.finetune.models.meta import build_skeleton
+    from flatshift.finetune.models.weight_names import canonical, read_weight
 
     skeleton: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     checkpoint = skeleton.checkpoint

@@ -20,26 +20,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.data.splits import Prepared, prepare
-from experiments.recipe import Resolved
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import held_out_lines
-from experiments.recipe.rules import check_recipe
-from experiments.results.cells import CELLS, POINTS
-from experiments.results.forecast import FORECAST
-from experiments.run.console import Console, Draw
-from experiments.statistics.emc import crossing
-from experiments.statistics.kernel import KernelFit, carried_on, kernel_fits, soonest
-from experiments.workflows.build import lay_out
-from finetune.atomic import replacing, replacing_directory, write_json, write_text
-from finetune.compute.jacobian import jacobian
-from finetune.data.inference import Inference
-from finetune.errors import UserError
-from finetune.lock import owned
-from finetune.parallel.engine import Engine
-from finetune.run_directory import RECIPE, refuse_nonempty
-from finetune.seeds import derive, numpy_generator
-from finetune.train.optimizer import is_fixed
+from flatshift.experiments.data.splits import Prepared, prepare
+from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import held_out_lines
+from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.results.cells import CELLS, POINTS
+from flatshift.experiments.results.forecast import FORECAST
+from flatshift.experiments.run.console import Console, Draw
+from flatshift.experiments.statistics.emc import crossing
+from flatshift.experiments.statistics.kernel import KernelFit, carried_on, kernel_fits, soonest
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.finetune.atomic import replacing, replacing_directory, write_json, write_text
+from flatshift.finetune.compute.jacobian import jacobian
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import owned
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.run_directory import RECIPE, refuse_nonempty
+from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.train.optimizer import is_fixed
 
 FEWEST_ROWS = 10
 LARGEST = 500

@@ -12,22 +12,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe import resume_recipe
-from experiments.recipe.auto import readable
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.workflows.build import lay_out
-from experiments.workflows.run_parts import check_run
-from finetune.atomic import replacing
-from finetune.compute.numerics import cpu_threads
-from finetune.config import Mesh
-from finetune.data.encoding import end_token
-from finetune.data.formats import has_half_pair
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.errors import UserError
-from finetune.lock import owned
-from finetune.run_directory import resume_command
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.auto import readable
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.run_parts import check_run
+from flatshift.finetune.atomic import replacing
+from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.data.encoding import end_token
+from flatshift.finetune.data.formats import has_half_pair
+from flatshift.finetune.data.rows import Row, read_rows, require_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import owned
+from flatshift.finetune.run_directory import resume_command
 
 
 def generate_from_run(
@@ -47,7 +47,7 @@ def generate_from_run(
     prompts: texts that go through the run's own prompt template; of a chat run, the first turn of a user. data: files
     whose rows do; of a chat run, conversations, whose last answer is left out if it is there. raw: `prompts` are read
     by the model as they stand.
-    decoding: fields of `finetune.evaluate.generation.Decoding` that differ from its defaults; the run's
+    decoding: fields of `flatshift.finetune.evaluate.generation.Decoding` that differ from its defaults; the run's
         `task.max_new_tokens` is the default where the task has one, and `task.num_beams` where nothing is drawn.
     overrides: another `train.device` than the run's.
     out: JSONL file to write, whole or not at all.
@@ -76,9 +76,9 @@ def _generate(
     overrides: Sequence[Branch],
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    from finetune.data.inference import Inference
-    from finetune.evaluate.generation import Decoding, continue_prompts
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
+    from flatshift.finetune.models.backbone import open_backbone
 
     recipe = alone(finished_recipe(path, overrides))
     if recipe.adapter.projector is not None:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe.config import Recipe
-from finetune.atomic import read_object, write_json
-from finetune.data.encoding import end_token
-from finetune.models.backbone import Backbone, open_backbone
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.atomic import read_object, write_json
+from flatshift.finetune.data.encoding import end_token
+from flatshift.finetune.models.backbone import Backbone, open_backbone
 
 SETTINGS = "generation_config.json"
 

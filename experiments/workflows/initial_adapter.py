@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.data.splits import Prepared
-from experiments.recipe.config import Recipe, warm_up_task
-from finetune.atomic import read_object, replacing_directory
-from finetune.config import Adapter
-from finetune.errors import UserError
-from finetune.seeds import numpy_generator
-from finetune.tasks import Task
+from flatshift.experiments.data.splits import Prepared
+from flatshift.experiments.recipe.config import Recipe, warm_up_task
+from flatshift.finetune.atomic import read_object, replacing_directory
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import numpy_generator
+from flatshift.finetune.tasks import Task
 
 if TYPE_CHECKING:
-    from finetune.adapters.initial_values import Beginning, Calibration
-    from finetune.parallel.engine import Engine
+    from flatshift.finetune.adapters.initial_values import Beginning, Calibration
+    from flatshift.finetune.parallel.engine import Engine
 
 INITIAL = "initial"
 
@@ -36,9 +36,9 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
     """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on.
 
     By the fingerprint of its weights, of every byte, and by the SHA-256 of its configuration and tokenizer
-    (`finetune.models.fingerprint`). What a run did not note passes.
+    (`flatshift.finetune.models.fingerprint`). What a run did not note passes.
     """
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     file = path / "manifest.json"
     noted = read_object(file).get("backbone") if file.is_file() else None
@@ -68,10 +68,10 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
     Raises:
         UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other settings.
     """
-    from finetune.adapters.adapter import attach_on_meta, read_adapter
-    from finetune.adapters.saved import SavedAdapter, check_start
-    from finetune.models.backbone import open_backbone
-    from finetune.models.meta import build_skeleton
+    from flatshift.finetune.adapters.adapter import attach_on_meta, read_adapter
+    from flatshift.finetune.adapters.saved import SavedAdapter, check_start
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.meta import build_skeleton
 
     found = {}
     for setting in ("start", "under"):
@@ -95,7 +95,7 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
 
 def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> None:
     """Raise UserError if the run directory `path` has yet to read `adapters` of its manifest and one changed."""
-    from finetune.adapters.saved import SavedAdapter
+    from flatshift.finetune.adapters.saved import SavedAdapter
 
     if (path / INITIAL).is_dir():
         return
@@ -110,7 +110,7 @@ def beginning(
     """`initial/` of the run directory `path`, or the rows to look at; None where the first values are drawn."""
     if not begins_elsewhere(recipe.adapter) or recipe.adapter.start is not None:
         return None
-    from finetune.adapters.initial_values import Beginning
+    from flatshift.finetune.adapters.initial_values import Beginning
 
     if (path / INITIAL).is_dir():
         return Beginning(folder=path / INITIAL)
@@ -121,9 +121,9 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
     """The training rows that `adapter.init` looks at, drawn by `train.seed`; none for most of them."""
     import functools
 
-    from finetune.adapters.initial_values import Calibration, needs_rows
-    from finetune.compute.precision import autocast
-    from finetune.compute.presence import resolve_device
+    from flatshift.finetune.adapters.initial_values import Calibration, needs_rows
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.compute.presence import resolve_device
 
     count = needs_rows(recipe.adapter)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))[:count]
@@ -146,8 +146,8 @@ def settle_beginning(path: Path, recipe: Recipe, engine: Engine, say: Callable[[
         if begins_elsewhere(recipe.adapter) and not directory.is_dir():
             engine.save_adapter(directory)
         return
-    from finetune.adapters.adapter import lora_only, read_adapter
-    from finetune.adapters.saved import SavedAdapter
+    from flatshift.finetune.adapters.adapter import lora_only, read_adapter
+    from flatshift.finetune.adapters.saved import SavedAdapter
 
     if engine.is_main and not directory.is_dir():
         check_beginning(recipe)

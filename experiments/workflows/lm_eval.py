@@ -20,16 +20,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.workflows.build import lay_out
-from experiments.workflows.generate import alone, finished_recipe
-from finetune.atomic import write_json
-from finetune.compute.numerics import cpu_threads
-from finetune.data.encoding import Specials
-from finetune.errors import UserError, first_line
-from finetune.seeds import derive
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.generate import alone, finished_recipe
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.data.encoding import Specials
+from flatshift.finetune.errors import UserError, first_line
+from flatshift.finetune.seeds import derive
 
 RECORD = "harness.json"
 GET = "pip install 'flatshift[harness]'"
@@ -124,7 +124,7 @@ def _evaluated(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
 
-    from finetune.compute.precision import autocast_dtype
+    from flatshift.finetune.compute.precision import autocast_dtype
 
     manager = TaskManager(include_path=None if include is None else str(include))
     if unknown := [name for name in tasks if not manager.match_tasks([name])]:

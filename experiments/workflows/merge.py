@@ -13,20 +13,25 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.recipe import resume_recipe
-from experiments.recipe.config import Recipe
-from experiments.workflows.export import known_labels, require_trained, rows_in_reach
-from experiments.workflows.folder_check import Expected, compare, expected
-from experiments.workflows.generation_settings import all_ends, save_generation_settings, set_ends, trained_ends
-from experiments.workflows.model_card import card
-from experiments.workflows.saved_tokenizer import RunRows, save_tokenizer
-from finetune.adapters.adapter import WEIGHTS
-from finetune.adapters.saved import SavedAdapter
-from finetune.atomic import read_object, write_json, write_text
-from finetune.errors import UserError
-from finetune.lock import owned
-from finetune.models.backbone import open_backbone
-from finetune.run_directory import new_output, refuse_old
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.workflows.export import known_labels, require_trained, rows_in_reach
+from flatshift.experiments.workflows.folder_check import Expected, compare, expected
+from flatshift.experiments.workflows.generation_settings import (
+    all_ends,
+    save_generation_settings,
+    set_ends,
+    trained_ends,
+)
+from flatshift.experiments.workflows.model_card import card
+from flatshift.experiments.workflows.saved_tokenizer import RunRows, save_tokenizer
+from flatshift.finetune.adapters.adapter import WEIGHTS
+from flatshift.finetune.adapters.saved import SavedAdapter
+from flatshift.finetune.atomic import read_object, write_json, write_text
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import owned
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.run_directory import new_output, refuse_old
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 RECORD = "merge.json"
@@ -37,12 +42,12 @@ def merge(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
 
     Folding is done in float64 and rounded once, file by file and some rows at a time: neither the model nor a file of
     it is ever whole in memory. Some rows of every changed weight are then read back and compared with the same sum, and
-    the folder is compared with the run (`experiments.workflows.folder_check`). An adapter that was trained on a
-    quantised backbone (`quantization` of the result) is folded into the float weights, which are not the ones that it
+    the folder is compared with the run (`flatshift.experiments.workflows.folder_check`). An adapter that was trained on
+    a quantised backbone (`quantization` of the result) is folded into the float weights, which are not the ones that it
     saw.
 
-    The tokenizer is saved as `experiments.workflows.saved_tokenizer` has it, and compared with training's own tokens.
-    What training supervised as the end of an answer ends those of plain `generate` too.
+    The tokenizer is saved as `flatshift.experiments.workflows.saved_tokenizer` has it, and compared with training's own
+    tokens. What training supervised as the end of an answer ends those of plain `generate` too.
     dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor.
     Returns what `merge.json` in `out` holds: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
     |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;
@@ -117,9 +122,9 @@ def _merge_by_files(
     """Weight files, config.json and generation_config.json; roundings of all weights, and of the rows read back."""
     import torch
 
-    from finetune.adapters.merge import merge_files, read_changes, spot_check
-    from finetune.models.meta import build_skeleton
-    from finetune.models.safetensors_index import read_index
+    from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
+    from flatshift.finetune.models.meta import build_skeleton
+    from flatshift.finetune.models.safetensors_index import read_index
 
     model: Any = build_skeleton(recipe.backbone, task=recipe.task, label_names=labels)
     changes, _ = read_changes(model, adapter)
@@ -168,7 +173,7 @@ def _refuse_quantised(recipe: Recipe) -> None:
 
 def stored_dtype(recipe: Recipe) -> Any:
     """The dtype of the backbone's own weight files: of most of their values."""
-    from finetune.models.safetensors_index import read_index
+    from flatshift.finetune.models.safetensors_index import read_index
 
     sizes: dict[Any, int] = {}
     for entry in read_index(open_backbone(recipe.backbone).directory).values():

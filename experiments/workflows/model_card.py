@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.recipe.config import Recipe
-from experiments.workflows.run_parts import FINE_TUNE, WARM_UP
-from finetune import assets
-from finetune.atomic import read_object
-from finetune.data.formats import HUB, SAMPLE, HubName
-from finetune.digests import DONE
-from finetune.evaluate.metrics import METRICS, metric_of
-from finetune.models.backbone import PACKAGE
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.workflows.run_parts import FINE_TUNE, WARM_UP
+from flatshift.finetune import assets
+from flatshift.finetune.atomic import read_object
+from flatshift.finetune.data.formats import HUB, SAMPLE, HubName
+from flatshift.finetune.digests import DONE
+from flatshift.finetune.evaluate.metrics import METRICS, metric_of
+from flatshift.finetune.models.backbone import PACKAGE
 
 Form = Literal["adapter", "merged", "gguf", "ollama", "vllm"]
 _LOCAL_PATH = re.compile(r"(?<![\w.~:/-])(?:~|\.\.?)?/[^\s,'\"\]}]*")
@@ -293,7 +293,7 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
     """Python that sets BACKBONE to what transformers loads; without a network where it lies in an installed package."""
     if base == backbone and assets.backbone(backbone) is not None:
         found = f"str(assets.backbone({base!r}))  # ships with Flatshift: pip install flatshift"
-        return ["from finetune import assets", "", f"BACKBONE = {found}"]
+        return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
     if backbone.startswith(PACKAGE) and base == published_name(backbone):
         package, _, folder = backbone.removeprefix(PACKAGE).partition("/")
         found = f"str(files({package!r}) / {folder!r})  # lies in the Python package {package}"

@@ -9,23 +9,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.recipe import load_recipe
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import Resolved
-from experiments.recipe.tree import Branch
-from experiments.workflows.run_parts import FINE_TUNE
-from finetune.config import Train
-from finetune.data.formats import SAMPLE
-from finetune.errors import UserError
-from finetune.figures import duration
-from finetune.planner.calibration import calibrate, kept_slack
-from finetune.planner.cluster import Cluster, read_sizes
-from finetune.planner.devices import at_hand
-from finetune.planner.evaluation import evaluation_plan
-from finetune.planner.footprint import Sizes
-from finetune.planner.layouts import Layout, best_of, layouts, table
-from finetune.planner.rules import Settings
-from finetune.planner.throughput import DEVICES, PUBLISHED
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.workflows.run_parts import FINE_TUNE
+from flatshift.finetune.config import Train
+from flatshift.finetune.data.formats import SAMPLE
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.figures import duration
+from flatshift.finetune.planner.calibration import calibrate, kept_slack
+from flatshift.finetune.planner.cluster import Cluster, read_sizes
+from flatshift.finetune.planner.devices import at_hand
+from flatshift.finetune.planner.evaluation import evaluation_plan
+from flatshift.finetune.planner.footprint import Sizes
+from flatshift.finetune.planner.layouts import Layout, best_of, layouts, table
+from flatshift.finetune.planner.rules import Settings
+from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
 
 _THOUSAND = 1000
 _AUTO = "bf16"
@@ -111,10 +111,10 @@ def plan(
 
 def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
     """The recipe with its epochs as updates, and its training rows with their tokens by its own backbone."""
-    from experiments.data.sources import in_steps
-    from experiments.data.splits import prepare
-    from finetune.data.columns import Examples
-    from finetune.seeds import derive
+    from flatshift.experiments.data.sources import in_steps
+    from flatshift.experiments.data.splits import prepare
+    from flatshift.finetune.data.columns import Examples
+    from flatshift.finetune.seeds import derive
 
     recipe = resolved.recipe
     rows = prepare(recipe).train

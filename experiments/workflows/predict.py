@@ -17,23 +17,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.data.splits import learnt
-from experiments.recipe import resume_recipe
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.workflows.build import lay_out
-from experiments.workflows.generate import alone, finished_recipe
-from finetune.atomic import read_object, replacing, write_json
-from finetune.compute.numerics import cpu_threads, evaluating
-from finetune.data.encoding import end_token
-from finetune.data.files import describe
-from finetune.data.inference import Inference
-from finetune.data.rows import Row, canonical_values, read_rows
-from finetune.digests import digest
-from finetune.errors import UserError
-from finetune.lock import owned
-from finetune.run_directory import disk_full_interrupts
+from flatshift.experiments.data.splits import learnt
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.generate import alone, finished_recipe
+from flatshift.finetune.atomic import read_object, replacing, write_json
+from flatshift.finetune.compute.numerics import cpu_threads, evaluating
+from flatshift.finetune.data.encoding import end_token
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.rows import Row, canonical_values, read_rows
+from flatshift.finetune.digests import digest
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import owned
+from flatshift.finetune.run_directory import disk_full_interrupts
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
@@ -59,7 +59,7 @@ class Predictor:
 
         Raises UserError if `path` is no finished run or was
         changed, or its rows bring features along (adapter.projector)."""
-        from finetune.models.backbone import open_backbone
+        from flatshift.finetune.models.backbone import open_backbone
 
         recipe = alone(finished_recipe(path, overrides))
         if batch_size is not None:
@@ -111,7 +111,7 @@ class Predictor:
 
     def _judged(self, rows: Sequence[Row]) -> list[Record]:
         """By one pass over encoded rows."""
-        from finetune.evaluate.judge import Judge
+        from flatshift.finetune.evaluate.judge import Judge
 
         task, train = self.task, self.recipe.train
         blank = task.placeholders(self.label_names)
@@ -150,7 +150,7 @@ class Predictor:
 
     def _written(self, rows: Sequence[Row]) -> list[Record]:
         """By letting the model answer."""
-        from finetune.evaluate.generation import Decoding, continue_prompts
+        from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 
         task = self.task
         questions, left_out = task.ask(rows, self.tokenizer, bad_rows=self.bad_rows)

@@ -14,20 +14,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from experiments.data.splits import learnt
-from experiments.recipe.build import build
-from experiments.recipe.tree import Branch, parse_file
-from experiments.run.console import Console
-from experiments.workflows.samples import Kept, Sampling, records, write_samples
-from experiments.workflows.subjects import Adapted, Subject, subjects_of
-from finetune.atomic import replacing_directory, write_json
-from finetune.compute.numerics import cpu_threads, evaluating
-from finetune.config import Columns
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.errors import UserError
-from finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
-from finetune.figures import interval_text
-from finetune.lock import owned
+from flatshift.experiments.data.splits import learnt
+from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.tree import Branch, parse_file
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.samples import Kept, Sampling, records, write_samples
+from flatshift.experiments.workflows.subjects import Adapted, Subject, subjects_of
+from flatshift.finetune.atomic import replacing_directory, write_json
+from flatshift.finetune.compute.numerics import cpu_threads, evaluating
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.rows import Row, read_rows, require_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
+from flatshift.finetune.figures import interval_text
+from flatshift.finetune.lock import owned
 
 DOCUMENT = "probe.json"
 NOTES = (
@@ -100,10 +100,10 @@ def _ask(
     subject: Subject, probe: Probe, sampling: Sampling | None, kept: Kept, adapted: Adapted, console: Console
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Figures of one model, and lines of generations.jsonl."""
-    from finetune.compute.presence import resolve_device
-    from finetune.data.inference import Inference
-    from finetune.evaluate.text import score_texts
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.text import score_texts
+    from flatshift.finetune.models.backbone import open_backbone
 
     recipe, task = subject.recipe, subject.recipe.task
     if not task.documents or not task.causal:

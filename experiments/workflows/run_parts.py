@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from experiments.recipe.config import Recipe
-from experiments.run.console import Console
-from experiments.workflows.initial_adapter import INITIAL, check_backbone, check_unchanged
-from finetune.atomic import read_object
-from finetune.data.files import describe
-from finetune.digests import DONE, FILES, adapter_digest, check_files, sums
-from finetune.errors import Interrupted, UserError
-from finetune.run_directory import METRICS, read_metrics, resume_command
-from finetune.train.checkpointer import is_valid
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.initial_adapter import INITIAL, check_backbone, check_unchanged
+from flatshift.finetune.atomic import read_object
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.digests import DONE, FILES, adapter_digest, check_files, sums
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.run_directory import METRICS, read_metrics, resume_command
+from flatshift.finetune.train.checkpointer import is_valid
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LAST = (FINE_TUNE, "train")

@@ -16,23 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.splits import learnt
-from experiments.recipe.config import Recipe
-from experiments.recipe.key import short_hash
-from experiments.workflows.generate import adapted_recipe, alone
-from experiments.workflows.run_parts import check_run
-from finetune.compute.numerics import evaluating
-from finetune.data.encoding import encode, end_token
-from finetune.data.inference import Inference
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.evaluate.bootstrap import Figure, ratio_statistic
-from finetune.evaluate.generation import Decoding, continue_prompts
-from finetune.evaluate.judge import head_scores
-from finetune.evaluate.metrics import functions
-from finetune.evaluate.samples import pass_at_k
-from finetune.evaluate.sandbox import refuse_unless_contained, run_programs
-from finetune.tasks import Task
+from flatshift.experiments.data.splits import learnt
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.key import short_hash
+from flatshift.experiments.workflows.generate import adapted_recipe, alone
+from flatshift.experiments.workflows.run_parts import check_run
+from flatshift.finetune.compute.numerics import evaluating
+from flatshift.finetune.data.encoding import encode, end_token
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.bootstrap import Figure, ratio_statistic
+from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
+from flatshift.finetune.evaluate.judge import head_scores
+from flatshift.finetune.evaluate.metrics import functions
+from flatshift.finetune.evaluate.samples import pass_at_k
+from flatshift.finetune.evaluate.sandbox import refuse_unless_contained, run_programs
+from flatshift.finetune.tasks import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,8 +211,8 @@ def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
 
 def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
     """The classifier's probability of its toxic class for every text; 0 for an empty one."""
-    from experiments.workflows.build import lay_out
-    from finetune.models.backbone import open_backbone
+    from flatshift.experiments.workflows.build import lay_out
+    from flatshift.finetune.models.backbone import open_backbone
 
     path, recipe, names = _classifier(asked)
     flat = [text for written in texts for text in written]

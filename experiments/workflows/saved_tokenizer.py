@@ -7,12 +7,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from experiments.data.sources import parts_of
-from experiments.recipe.config import Recipe
-from finetune.data.example import Example
-from finetune.data.rows import Row
-from finetune.errors import UserError, first_line
-from finetune.models.backbone import open_backbone, quiet_transformers
+from flatshift.experiments.data.sources import parts_of
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError, first_line
+from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
 
 _ROWS = 64
 """Rows of the run that are compared."""

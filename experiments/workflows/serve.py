@@ -16,8 +16,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from experiments.workflows.chat import Reply, WritingRuns
-from finetune.errors import UserError
+from flatshift.experiments.workflows.chat import Reply, WritingRuns
+from flatshift.finetune.errors import UserError
 
 _LONGEST = 4 << 20
 """Bytes of a request."""

@@ -12,26 +12,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.data.splits import prepare, prepare_apart
-from experiments.recipe import resume_recipe
-from experiments.recipe.auto import readable
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console, Draw
-from experiments.workflows.build import lay_out, lost_lines
-from experiments.workflows.run_parts import check_run
-from finetune.atomic import write_json
-from finetune.compute.loss import with_reference
-from finetune.compute.numerics import cpu_threads
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.digests import adapter_digest
-from finetune.errors import UserError
-from finetune.run_directory import resume_command
-from finetune.seeds import numpy_generator
-from finetune.train.trace.curvature import mean_loss
-from regularizers.sharpness import Measured, Sharpness, measure
-from regularizers.sharpness.config import measure_name
+from flatshift.experiments.data.splits import prepare, prepare_apart
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.auto import readable
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console, Draw
+from flatshift.experiments.workflows.build import lay_out, lost_lines
+from flatshift.experiments.workflows.run_parts import check_run
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.compute.loss import with_reference
+from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.digests import adapter_digest
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import resume_command
+from flatshift.finetune.seeds import numpy_generator
+from flatshift.finetune.train.trace.curvature import mean_loss
+from flatshift.regularizers.sharpness import Measured, Sharpness, measure
+from flatshift.regularizers.sharpness.config import measure_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,7 +137,7 @@ def _widen(model: nn.Module) -> None:
     """Half-precision weights in float32, value for value; what is quantised stays so."""
     import torch
 
-    from regularizers.layers.frozen import is_quantised
+    from flatshift.regularizers.layers.frozen import is_quantised
 
     half = (torch.bfloat16, torch.float16)
     for module in model.modules():

@@ -13,20 +13,20 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.results.cells import MARKER
-from experiments.workflows.export import handed_on
-from experiments.workflows.run_parts import check_finished
-from finetune.data.upload import RECORD, Uploaded, upload
-from finetune.digests import DONE
-from finetune.errors import UserError
-from finetune.run_directory import MANIFEST, RECIPE
+from flatshift.experiments.results.cells import MARKER
+from flatshift.experiments.workflows.export import handed_on
+from flatshift.experiments.workflows.run_parts import check_finished
+from flatshift.finetune.data.upload import RECORD, Uploaded, upload
+from flatshift.finetune.digests import DONE
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import MANIFEST, RECIPE
 
 _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
 """Names by which a reader takes a folder for whole, in the order in which they are sent."""
 
 
 def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None] | None = None) -> Uploaded:
-    """Upload `folder` to the address `place`; it is compared there, as `finetune.data.upload` says.
+    """Upload `folder` to the address `place`; it is compared there, as `flatshift.finetune.data.upload` says.
 
     progress: called with the bytes that are done and all. Raises UserError for a folder that is none of ours, or not
     finished, or not as it was left, and what `upload` raises.
@@ -49,7 +49,7 @@ def require_finished(folder: Path) -> None:
     if (folder / DONE).exists():
         check_finished(folder)
     elif _is_features(folder):
-        from selection.features import open_directory
+        from flatshift.selection.features import open_directory
 
         open_directory(folder, str(folder))
     elif any((folder / name).exists() for name in (RECIPE, MARKER, "state", "stages", "cells", "scores.parquet")):
@@ -57,7 +57,7 @@ def require_finished(folder: Path) -> None:
     elif (folder / "README.md").is_file():
         handed_on(folder)
     elif next(folder.glob("*.npy"), None) is not None:
-        raise UserError(f"{folder} has shards and no {MANIFEST}; `selection.features.seal` writes it")
+        raise UserError(f"{folder} has shards and no {MANIFEST}; `flatshift.selection.features.seal` writes it")
     else:
         raise UserError(f"{folder} is no run, selection, sweep, directory of feature shards or export; name one")
 

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe.auto import settled
-from experiments.recipe.build import build
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import Resolved
-from experiments.recipe.tree import Branch, from_override, merge
-from experiments.run.console import Console
-from experiments.workflows.generate import adapted_recipe, alone
-from experiments.workflows.run_parts import check_run
-from finetune.errors import UserError
+from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.experiments.recipe.tree import Branch, from_override, merge
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.generate import adapted_recipe, alone
+from flatshift.experiments.workflows.run_parts import check_run
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def subjects_of(names: Sequence[str], overrides: Sequence[Branch], has_data: boo
 
     Raises UserError for what is neither, and a bare backbone that cannot be judged so.
     """
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -108,11 +108,11 @@ class Adapted:
 
     def of(self, subject: Subject, label_names: tuple[str, ...] | None) -> Any:
         """The model of `subject` in evaluation precision; the one before it is no more."""
-        from finetune.adapters.adapter import attach_adapter, load_adapter
-        from finetune.adapters.offsets import offsets_of
-        from finetune.compute.precision import adapter_dtype
-        from finetune.compute.presence import resolve_device
-        from finetune.models.load import load_backbone
+        from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
+        from flatshift.finetune.adapters.offsets import offsets_of
+        from flatshift.finetune.compute.precision import adapter_dtype
+        from flatshift.finetune.compute.presence import resolve_device
+        from flatshift.finetune.models.load import load_backbone
 
         recipe, train = subject.recipe, subject.recipe.train
         device = resolve_device(train.device)

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from experiments.run.console import Console
-from finetune.atomic import replacing_directory, write_json
-from finetune.config import Columns
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.errors import UserError, first_line
-from finetune.evaluate.bootstrap import ratio_interval
-from finetune.evaluate.fertility import Cut, Vocabulary, cut_texts
-from finetune.evaluate.text import dictionary_missing, language
-from finetune.lock import owned
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.atomic import replacing_directory, write_json
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.rows import Row, read_rows, require_rows
+from flatshift.finetune.errors import UserError, first_line
+from flatshift.finetune.evaluate.bootstrap import ratio_interval
+from flatshift.finetune.evaluate.fertility import Cut, Vocabulary, cut_texts
+from flatshift.finetune.evaluate.text import dictionary_missing, language
+from flatshift.finetune.lock import owned
 
 DOCUMENT = "tokenizers.json"
 
@@ -73,7 +73,7 @@ def open_tokenizer(name: str) -> Any:
     """The tokenizer of a backbone, a directory or a `tokenizer.json`. Raises UserError."""
     from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
-    from finetune.models.backbone import open_backbone, quiet_transformers
+    from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
 
     path = Path(name)
     try:

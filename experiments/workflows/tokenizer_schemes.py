@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from experiments.run.console import Console
-from experiments.run.resumable_directory import unfinished
-from experiments.statistics.intervals import paired_test, t_interval
-from finetune.atomic import write_json
-from finetune.config import Columns
-from finetune.data.files import describe
-from finetune.data.rows import Row, read_rows, require_rows
-from finetune.data.tokenizer_schemes import LEAST, SCHEMES, Scheme, train_tokenizer
-from finetune.errors import UserError
-from finetune.figures import interval_text
-from finetune.lock import owned
-from finetune.seeds import numpy_generator
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.run.resumable_directory import unfinished
+from flatshift.experiments.statistics.intervals import paired_test, t_interval
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.rows import Row, read_rows, require_rows
+from flatshift.finetune.data.tokenizer_schemes import LEAST, SCHEMES, Scheme, train_tokenizer
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.figures import interval_text
+from flatshift.finetune.lock import owned
+from flatshift.finetune.seeds import numpy_generator
 
 from .tokenizer import DOCUMENT, cut_by_each
 
 if TYPE_CHECKING:
-    from finetune.train.small_decoder import SmallDecoder
+    from flatshift.finetune.train.small_decoder import SmallDecoder
 
 LARGEST_HELD_OUT = 200_000
 """Bytes of documents that are held out, at most."""
@@ -64,7 +64,7 @@ def train_schemes(
     Returns what tokenizers.json holds; under `models` of each scheme `{bits_per_byte, beside, tokens, cells}`.
     Raises UserError for settings out of range, too little text, and an `out` that holds something else.
     """
-    from finetune.train.small_decoder import SmallDecoder, parameters, train_and_judge
+    from flatshift.finetune.train.small_decoder import SmallDecoder, parameters, train_and_judge
 
     model = model or SmallDecoder()
     _check(schemes, vocabulary, seeds, held_out)

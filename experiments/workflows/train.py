@@ -22,9 +22,16 @@ from typing import Any
 import torch
 import yaml
 
-from experiments.data.lengths import check_memory, check_positions, evaluation_line, longest_row
-from experiments.data.sources import check_supply, in_steps, mixture_record, padding_line, supply, supply_lines
-from experiments.data.splits import (
+from flatshift.experiments.data.lengths import check_memory, check_positions, evaluation_line, longest_row
+from flatshift.experiments.data.sources import (
+    check_supply,
+    in_steps,
+    mixture_record,
+    padding_line,
+    supply,
+    supply_lines,
+)
+from flatshift.experiments.data.splits import (
     Prepared,
     borrowed_lines,
     check_lines,
@@ -35,17 +42,17 @@ from experiments.data.splits import (
     prepare_texts,
     recording_of,
 )
-from experiments.recipe import Resolved, resume_recipe
-from experiments.recipe.auto import settled
-from experiments.recipe.config import Recipe, warm_up_task
-from experiments.recipe.resolve import held_out_lines, template_copy
-from experiments.recipe.rules import check_recipe
-from experiments.recipe.tree import Branch
-from experiments.run.console import Bar, Console, Draw
-from experiments.run.resumable_directory import unfinished
-from experiments.select.select import select_into
-from experiments.select.target import check_target
-from experiments.workflows.build import (
+from flatshift.experiments.recipe import Resolved, resume_recipe
+from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.config import Recipe, warm_up_task
+from flatshift.experiments.recipe.resolve import held_out_lines, template_copy
+from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Bar, Console, Draw
+from flatshift.experiments.run.resumable_directory import unfinished
+from flatshift.experiments.select.select import select_into
+from flatshift.experiments.select.target import check_target
+from flatshift.experiments.workflows.build import (
     COLD,
     COLD_ROWS,
     FinishedSplits,
@@ -56,15 +63,15 @@ from experiments.workflows.build import (
     shown,
     text_perplexity,
 )
-from experiments.workflows.context import RunContext, opened
-from experiments.workflows.initial_adapter import (
+from flatshift.experiments.workflows.context import RunContext, opened
+from flatshift.experiments.workflows.initial_adapter import (
     beginning,
     begins_elsewhere,
     check_backbone,
     check_beginning,
     settle_beginning,
 )
-from experiments.workflows.run_parts import (
+from flatshift.experiments.workflows.run_parts import (
     FINE_TUNE,
     WARM_UP,
     check_evaluation,
@@ -79,36 +86,42 @@ from experiments.workflows.run_parts import (
     saying_how_to_go_on,
     updates_made,
 )
-from finetune.atomic import fsync_directory, read_object, write_json, write_text
-from finetune.config import Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.encoding import closing_tokens
-from finetune.data.files import describe
-from finetune.data.labels import fold_units
-from finetune.data.panel import first_batch_panel
-from finetune.digests import DONE, FILES, check_files, copy_sealed
-from finetune.errors import OutOfMemory, UserError
-from finetune.figures import beside_text, rate_text
-from finetune.launch import consistency, spawn, watchdog
-from finetune.lock import owned
-from finetune.models.backbone import open_backbone
-from finetune.parallel.engine import Engine
-from finetune.parallel.mesh import World
-from finetune.planner.capacity import Capacity, bits_each
-from finetune.planner.cluster import Cluster
-from finetune.planner.footprint import Sizes
-from finetune.planner.layouts import update_seconds
-from finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
-from finetune.planner.rules import Settings, check_settings
-from finetune.planner.throughput import device_named
-from finetune.run_directory import RunDirectory, add_provenance, disk_full_interrupts, refuse_old, resume_command
-from finetune.seeds import derive
-from finetune.tasks import Task
-from finetune.train.loop import TrainingStage, train_stage
-from finetune.train.peak_memory import PlannedUpdate
-from finetune.train.schedule import Schedule, learning_rate
-from finetune.train.stage import check_length
-from regularizers import build as build_regularizer
+from flatshift.finetune.atomic import fsync_directory, read_object, write_json, write_text
+from flatshift.finetune.config import Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import closing_tokens
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.labels import fold_units
+from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.digests import DONE, FILES, check_files, copy_sealed
+from flatshift.finetune.errors import OutOfMemory, UserError
+from flatshift.finetune.figures import beside_text, rate_text
+from flatshift.finetune.launch import consistency, spawn, watchdog
+from flatshift.finetune.lock import owned
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.planner.capacity import Capacity, bits_each
+from flatshift.finetune.planner.cluster import Cluster
+from flatshift.finetune.planner.footprint import Sizes
+from flatshift.finetune.planner.layouts import update_seconds
+from flatshift.finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.throughput import device_named
+from flatshift.finetune.run_directory import (
+    RunDirectory,
+    add_provenance,
+    disk_full_interrupts,
+    refuse_old,
+    resume_command,
+)
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.tasks import Task
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.peak_memory import PlannedUpdate
+from flatshift.finetune.train.schedule import Schedule, learning_rate
+from flatshift.finetune.train.stage import check_length
+from flatshift.regularizers import build as build_regularizer
 
 LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
 

@@ -58,7 +58,7 @@ def attach_adapter(
     `dtype`.
 
     A ~ Kaiming uniform with a = √5 as in PEFT, B = 0, both and a new head drawn by (`seed`, name); the global random
-    state is left as it was. Other values by `adapter.init` (`finetune.adapters.initial_values`).
+    state is left as it was. Other values by `adapter.init` (`flatshift.finetune.adapters.initial_values`).
 
     Args:
         initial: an adapter saved by `save_adapter` from a model of these settings, whose `adapter.init` or
@@ -163,7 +163,7 @@ def read_under(name: str, model: PeftModel) -> dict[str, Offset]:
 
 
 def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, dtype: torch.dtype) -> PeftModel:
-    """The same wrapping of a backbone without weights (`finetune.models.meta`); nothing has a value yet.
+    """The same wrapping of a backbone without weights (`flatshift.finetune.models.meta`); nothing has a value yet.
 
     dtype: of everything that trains.
     """
@@ -228,8 +228,8 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     """Write `model`'s adapter as a PEFT directory, atomically, and compare the file bit for bit with the live tensors.
 
-    What is folded into the frozen weights (`finetune.adapters.offsets`) is written too, as more rows of A and columns
-    of B: the file fits the backbone as it is on disk.
+    What is folded into the frozen weights (`flatshift.finetune.adapters.offsets`) is written too, as more rows of A and
+    columns of B: the file fits the backbone as it is on disk.
 
     Raises:
         UserError: a value is NaN or infinite: nothing is put in place.
@@ -298,8 +298,8 @@ def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
     """The tensors of a saved adapter by plain name (as `trainable`).
 
     Raises:
-        UserError: no such file, not safetensors, not what its run saved (`finetune.digests`), or a value that is NaN or
-            infinite.
+        UserError: no such file, not safetensors, not what its run saved (`flatshift.finetune.digests`), or a value that
+            is NaN or infinite.
     """
     check_adapter(Path(directory))
     tensors = _tensors(directory)

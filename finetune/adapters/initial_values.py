@@ -1,7 +1,7 @@
 """What an adapter starts from (`adapter.init`), by PEFT's own code, drawn by seed and layer name.
 
 PEFT's initialisations act on a layer whose weight they change; here the weight is put back as it was, and what the
-factors start from is folded out of it by `finetune.adapters.offsets`, in the same way when a run is resumed.
+factors start from is folded out of it by `flatshift.finetune.adapters.offsets`, in the same way when a run is resumed.
 """
 
 from __future__ import annotations

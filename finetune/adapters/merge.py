@@ -142,8 +142,8 @@ def merge_files(
     """Write the merged weight files into the directory `out`.
 
     Args:
-        model: from `finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; untied here where the
-            adapter changes one of two tied weights, or both.
+        model: from `flatshift.finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; untied here where
+            the adapter changes one of two tied weights, or both.
         adapter: PEFT directory.
         dtype: of the tensors that the checkpoint lacked.
         cast: of all tensors of floating point, in place of their own.

@@ -1,4 +1,5 @@
-"""From `finetune.config.Adapter` to PEFT's `LoraConfig`, with every name checked against the backbone's modules.
+"""From `flatshift.finetune.config.Adapter` to PEFT's `LoraConfig`, with every name checked against the backbone's
+modules.
 
 **Mixtures of experts.** transformers keeps the experts of a block in fused parameters (E, out, in), which are no linear
 layers; PEFT adapts them as parameters (`target_parameters`): an A and a B for each expert, r·E rows and columns in all.

@@ -41,7 +41,7 @@ def attach_soft_tokens(
     They start as the embeddings of tokens drawn by `seed`, as the paper advises.
 
     Raises:
-        UserError: a task (`finetune.planner.rules`) or a backbone that they do not go with.
+        UserError: a task (`flatshift.finetune.planner.rules`) or a backbone that they do not go with.
     """
     from peft import PromptTuningConfig, get_peft_model
 

@@ -230,8 +230,8 @@ def known(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(batch: Any) -> Iterator[dict[str, Tensor]]:
-    """Inside runs the forward pass of `batch` (`finetune.compute.loss.Batch`); gives the model's keyword arguments for
-    it."""
+    """Inside runs the forward pass of `batch` (`flatshift.finetune.compute.loss.Batch`); gives the model's keyword
+    arguments for it."""
     inputs: dict[str, Tensor] = batch.inputs
     padded = getattr(batch, "padded", None)
     if padded is None or not _ASKED.get():

@@ -30,7 +30,8 @@ class Capabilities:
     sums: torch.dtype
     """Of long sums, as of a loss over tokens: float64 costs a CPU nothing, and a GPU a sixty-fourth of its rate."""
     short_products: bool
-    """Whether bf16 attention over short rows is made of batched products (`finetune.compute.numerics.attention`)."""
+    """Whether bf16 attention over short rows is made of batched products
+    (`flatshift.finetune.compute.numerics.attention`)."""
     fused_optimizer: bool
     """Whether torch's AdamW goes over all tensors in one pass."""
     pinned: bool

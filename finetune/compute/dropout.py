@@ -1,9 +1,9 @@
 """Dropout by counting, not by a generator: whatever mesh draws a mask, it is the one that a single process draws.
 
 Whether an element is dropped is told by 16 bits of a hash of (seed, optimizer step, module, call, global row of the
-update's batch, token or head and query, feature or key): SplitMix64 as in `regularizers.layers.signs`, one word for
-four neighbours of the last dim. So ranks that share tokens draw alike, ranks that split rows, tokens, heads or features
-each draw their part, and a block that backward computes again draws what it drew before. No generator is read.
+update's batch, token or head and query, feature or key): SplitMix64 as in `flatshift.regularizers.layers.signs`, one
+word for four neighbours of the last dim. So ranks that share tokens draw alike, ranks that split rows, tokens, heads or
+features each draw their part, and a block that backward computes again draws what it drew before. No generator is read.
 
 Models call dropout in modules, in functions and inside of attention, so a `Pass` meets these calls where torch hands
 them to a function mode; the module is the innermost one that is being called.
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from regularizers.layers.signs import counters, layer_uid, mix64, mix64_, signed, step_id
+from flatshift.regularizers.layers.signs import counters, layer_uid, mix64, mix64_, signed, step_id
 
 LANES = 4
 """Elements that one word decides."""

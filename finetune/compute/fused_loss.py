@@ -50,7 +50,7 @@ _HALF_LOSS, _HALF_GRADIENT = 2e-3, 2e-2
 
 
 class Kernel(Protocol):
-    """`finetune.compute.loss.linear_cross_entropy`, computed otherwise."""
+    """`flatshift.finetune.compute.loss.linear_cross_entropy`, computed otherwise."""
 
     def __call__(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
 

@@ -38,7 +38,7 @@ _PROBE = 64
 
 
 class Batch(Protocol):
-    """What a micro-batch must have (`finetune.data.micro_batch.MicroBatch`)."""
+    """What a micro-batch must have (`flatshift.finetune.data.micro_batch.MicroBatch`)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]: ...
@@ -48,7 +48,8 @@ class Batch(Protocol):
 
 
 def _chosen(batch: Batch) -> Tensor | None:
-    """Which labels are supervised, where the host has said so (`finetune.data.micro_batch.MicroBatch.chosen`)."""
+    """Which labels are supervised, where the host has said so
+    (`flatshift.finetune.data.micro_batch.MicroBatch.chosen`)."""
     return getattr(batch, "chosen", None)
 
 
@@ -61,7 +62,7 @@ class Head:
 
     linear: nn.Linear
     kernel: Callable[..., Tensor] | None = None
-    """What makes the loss in training in place of `linear_cross_entropy` (`finetune.compute.fused_loss`)."""
+    """What makes the loss in training in place of `linear_cross_entropy` (`flatshift.finetune.compute.fused_loss`)."""
 
     @contextlib.contextmanager
     def computing(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
@@ -135,8 +136,8 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
     if held is None:
         kernel = head.kernel if rows.requires_grad and len(rows) else None
         return (kernel or linear_cross_entropy)(rows, linear, targets, smoothing=task.smoothing)
-    assert task.smoothing == 0  # finetune.planner.rules
-    found: Tensor = held.cross_entropy(rows, linear, targets)  # finetune.parallel.tensor.vocabulary
+    assert task.smoothing == 0  # flatshift.finetune.planner.rules
+    found: Tensor = held.cross_entropy(rows, linear, targets)  # flatshift.finetune.parallel.tensor.vocabulary
     return found
 
 
@@ -153,7 +154,7 @@ def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: H
     def nats(rows: Tensor, targets: Tensor) -> Tensor:
         if held is None:
             return linear_cross_entropies(rows, linear, targets)
-        found: Tensor = held.cross_entropies(rows, linear, targets)  # finetune.parallel.tensor.vocabulary
+        found: Tensor = held.cross_entropies(rows, linear, targets)  # flatshift.finetune.parallel.tensor.vocabulary
         return found
 
     def summed(hidden: Tensor) -> Tensor:

@@ -47,8 +47,9 @@ def uses_dropout(model: nn.Module) -> bool:
 
 
 def uncounted_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The first module, with its name, that drops by a generator even inside of `finetune.compute.dropout.Pass`:
-    dropout of whole channels or by torch's own attention module, of which transformers' text models have none."""
+    """The first module, with its name, that drops by a generator even inside of
+    `flatshift.finetune.compute.dropout.Pass`: dropout of whole channels or by torch's own attention module, of which
+    transformers' text models have none."""
     for name, module in model.named_modules():
         rate = getattr(module, "dropout" if isinstance(module, nn.MultiheadAttention) else "p", 0.0)
         drops = isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention) and rate > 0
@@ -100,7 +101,8 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 def deterministic(train: Train, device: torch.device) -> Iterator[None]:
     """With `train.deterministic`, inside only algorithms that give the same bits again; torch raises for an operation
     that has none. On CUDA attention is flash or by its definition: the backward passes of torch's other kernels add in
-    no fixed order. cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` before its first product (`finetune.compute.allocator`)."""
+    no fixed order. cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` before its first product
+    (`flatshift.finetune.compute.allocator`)."""
     if not train.deterministic:
         yield
         return

@@ -1,11 +1,12 @@
 """Micro-batches as a pure function of the optimizer step.
 
 The samples of epoch e come in a permutation keyed by derive(seed, "order", e); epochs follow each other without a gap,
-so nothing is dropped and a batch may straddle two epochs. A mixture (`finetune.data.mixture`) has such epochs for each
-of its sources. `Batches.at(step)` needs nothing but the step: resuming exactly is calling it with the next one.
+so nothing is dropped and a batch may straddle two epochs. A mixture (`flatshift.finetune.data.mixture`) has such epochs
+for each of its sources. `Batches.at(step)` needs nothing but the step: resuming exactly is calling it with the next
+one.
 
 `pack_order` decides which samples share a packed row, in which each has positions 0, 1, 2, …; that none sees another is
-measured on the model at hand (`finetune.evaluate.leaks.refuse_leaks`).
+measured on the model at hand (`flatshift.finetune.evaluate.leaks.refuse_leaks`).
 """
 
 from __future__ import annotations

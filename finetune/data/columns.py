@@ -43,7 +43,7 @@ class ExampleWriter:
             folder: directory to write the columns into; None keeps them in memory.
         """
         unknown = {field.name for field in dataclasses.fields(Example)} - _KNOWN
-        assert not unknown, f"finetune.data.columns does not keep {', '.join(sorted(unknown))} of an Example"
+        assert not unknown, f"flatshift.finetune.data.columns does not keep {', '.join(sorted(unknown))} of an Example"
         self.rows = 0
         self._paths = list(paths)
         self._file = {path: number for number, path in enumerate(paths)}
@@ -386,7 +386,8 @@ class Examples(Sequence[Example]):
         return values if values is None or self._index is None else values[self._index]
 
     def seen_targets(self) -> np.ndarray | None:
-        """(N,) float64 targets as training sees them (`finetune.data.labels.Units.seen`); None if there are none."""
+        """(N,) float64 targets as training sees them (`flatshift.finetune.data.labels.Units.seen`); None if there are
+        none."""
         targets, numbers = self.column("target"), self.column("units")
         if targets is None or numbers is None:
             return targets

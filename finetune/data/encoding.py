@@ -1,7 +1,8 @@
 """Rows to token ids and labels: what the model reads, and what it is judged on.
 
-What is particular to a kind is its task's (`finetune.tasks`, `encode`); here is what they share. With `truncation:
-left` texts and prompts lose their left end instead of their right; what is supervised as an answer never does.
+What is particular to a kind is its task's (`flatshift.finetune.tasks`, `encode`); here is what they share. With
+`truncation: left` texts and prompts lose their left end instead of their right; what is supervised as an answer never
+does.
 
 `prefix` is what the tokenizer puts in front, else its beginning-of-sequence token, else nothing. The first token of a
 causal sample is never supervised, because nothing precedes it; so the supervised tokens of a sample are the labels
@@ -292,7 +293,7 @@ class Encoder:
             self.end = (*specials.suffix, eos)
         self.rest = LeftOut(bad_rows, overlong, max_length)
         self.form = ""
-        """What the first row's prompt was made of (`finetune.data.rows.PROMPTS`)."""
+        """What the first row's prompt was made of (`flatshift.finetune.data.rows.PROMPTS`)."""
 
     def add(self, rows: Iterable[Row]) -> Encoded:
         """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""

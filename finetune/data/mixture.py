@@ -180,7 +180,7 @@ class TokenProportions:
     def __init__(self, weights: Sequence[float], lengths: Sequence[Lengths]) -> None:
         """
         Arguments:
-            weights: as of `finetune.data.mixture.Proportions`.
+            weights: as of `flatshift.finetune.data.mixture.Proportions`.
             lengths: of each source; every sample has a token.
         Raises:
             UserError: as `whole_parts`.

@@ -1,7 +1,7 @@
 """Rows of a prompt with two answers, one of them liked better, or with one that is or is not to be had more of.
 
 Both answers of a pair follow the same context, so the prompt is cut for the longer of them. In conversations a pair is
-two of them that differ in the assistant's last turn (`finetune.data.chat`), and both lose their right end.
+two of them that differ in the assistant's last turn (`flatshift.finetune.data.chat`), and both lose their right end.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
 
 
 class PreferenceEncoder:
-    """Takes rows a run at a time, as `finetune.data.encoding.Encoder` does."""
+    """Takes rows a run at a time, as `flatshift.finetune.data.encoding.Encoder` does."""
 
     def __init__(
         self,
@@ -83,7 +83,8 @@ class PreferenceEncoder:
         overlong: Literal["drop", "refuse"] | None = None,
         **how: Any,
     ) -> None:
-        """Arguments as of `finetune.data.encoding.encode`. Raises UserError as those of completions and chats."""
+        """Arguments as of `flatshift.finetune.data.encoding.encode`. Raises UserError as those of completions and
+        chats."""
         self.task, self.max_length = task, max_length
         self._how = {"bad_rows": bad_rows, "overlong": overlong}
         self._chat = (

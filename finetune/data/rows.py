@@ -326,7 +326,7 @@ class _Reader:
 
     def _checked(self, name: str, own: str, value: Any) -> Any:
         if name in ("messages", "tools"):
-            return value  # a structure of its own: finetune.data.chat
+            return value  # a structure of its own: flatshift.finetune.data.chat
         if name == "label":
             try:
                 return self.label(value)

@@ -1,8 +1,8 @@
 """Encoded rows on disk, named by the content they were made of.
 
-An entry is a directory of column files (`finetune.data.columns`) with an `about.json` that holds the size and CRC-32 of
-each. Its name is a digest of all that the tokens depend on, so an entry is never out of date: what changed has another
-name. It appears whole or not at all. One that does not match its sums is made again.
+An entry is a directory of column files (`flatshift.finetune.data.columns`) with an `about.json` that holds the size and
+CRC-32 of each. Its name is a digest of all that the tokens depend on, so an entry is never out of date: what changed
+has another name. It appears whole or not at all. One that does not match its sums is made again.
 """
 
 from __future__ import annotations

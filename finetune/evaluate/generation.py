@@ -94,7 +94,7 @@ def continue_prompts(
         end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
         numbers: which of the seed's draws each prompt has; None: those of its place.
         decoder_start: for encoder-decoders, the token that the decoder begins with.
-        on_token: as of `finetune.evaluate.generation.written`.
+        on_token: as of `flatshift.finetune.evaluate.generation.written`.
 
     Raises:
         UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.

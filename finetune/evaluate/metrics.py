@@ -2,16 +2,16 @@
 
 To add one: a function beside its like, and an entry here. What a function takes depends on what it is judged by:
 
-    "document"             (finetune.evaluate.text.Counts) → (values, counts, transform or None)
+    "document"             (flatshift.finetune.evaluate.text.Counts) → (values, counts, transform or None)
     "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
     "answers", "seq2seq"   (answer, reference), two strings → float
     "agreement"            the same, or (part, whole) of a ratio; judged only where `task.metrics` names it
     "samples"              what a model wrote after one prompt, several texts → float or None (`flatshift generate`)
     "toxicity"             the scores of those texts, [0, 1] each → float
-    "classes"              (finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
+    "classes"              (flatshift.finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
     "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
     "reference"            log p − log p of the backbone of each example's answers, (n, 1 or 2) → (values, counts)
-    "sets"                 (finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
+    "sets"                 (flatshift.finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
     "numbers"              (true, predicted, mean of the training rows), (R, n) each → (R,)
 """
 
@@ -32,7 +32,7 @@ _POSITIVE = (0.0, math.inf)
 _ANY = (-math.inf, math.inf)
 _LACK = "lack_of_"
 ROW_SHARES = ("accuracy",)
-"""Of classes and sets: shares of rows that count (`finetune.evaluate.bootstrap.possible_share`)."""
+"""Of classes and sets: shares of rows that count (`flatshift.finetune.evaluate.bootstrap.possible_share`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

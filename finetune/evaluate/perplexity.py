@@ -67,7 +67,7 @@ def document_nats(
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). `task` says how the examples
     were encoded; all causal tasks are alike here. In one process, where the head is a plain one
-    (`finetune.compute.loss.find_head`), logits are made of some supervised tokens at a time.
+    (`flatshift.finetune.compute.loss.find_head`), logits are made of some supervised tokens at a time.
 
     masked: hand the model a mask of the padding. A causal model needs none for figures of tokens before it, and
         attends faster without.

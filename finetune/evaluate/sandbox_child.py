@@ -1,4 +1,4 @@
-"""The process in which a program runs (`finetune.evaluate.sandbox`); started by its path.
+"""The process in which a program runs (`flatshift.finetune.evaluate.sandbox`); started by its path.
 
 Arguments: file descriptor and word by which it says that the last line was reached, then the limits.
 """

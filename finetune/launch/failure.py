@@ -135,7 +135,7 @@ def _be_deaf() -> None:
 def speak_of(error: Exception, missing: Callable[[], list[str]]) -> int:
     """Say what an unexpected `error` (in an except block) means; returns the exit code to end with.
 
-    missing: the ranks that nobody hears of any more (`finetune.launch.watchdog.missing`).
+    missing: the ranks that nobody hears of any more (`flatshift.finetune.launch.watchdog.missing`).
     """
     _be_deaf()
     who = f"rank {rank()} " if several() else ""

@@ -126,7 +126,7 @@ class Backbone:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of its weights, every byte of them (`finetune.models.fingerprint`)."""
+        """Digest of its weights, every byte of them (`flatshift.finetune.models.fingerprint`)."""
         from .fingerprint import fingerprint
 
         return fingerprint(self.directory)
@@ -391,7 +391,8 @@ def reads_both_ways(config: Any) -> bool:
 
 
 def check_task(name: str | Path | Backbone, task: Task) -> None:
-    """Refuse a task that `finetune.models.load.load_backbone` would refuse for the backbone's kind, in its words.
+    """Refuse a task that `flatshift.finetune.models.load.load_backbone` would refuse for the backbone's kind, in its
+    words.
 
     What only the weights can tell (they are damaged, or lack a head) is left to loading.
 

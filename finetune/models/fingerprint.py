@@ -37,7 +37,7 @@ def fingerprint(directory: Path) -> str:
     the cache directory by path, size, inode and times of change of the weight file, so a file is read once.
 
     Raises:
-        UserError: as `finetune.models.safetensors_index.read_index`.
+        UserError: as `flatshift.finetune.models.safetensors_index.read_index`.
     """
     index = read_index(directory)
     by_file: dict[Path, dict[str, Entry]] = {}

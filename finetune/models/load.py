@@ -42,8 +42,9 @@ def load_backbone(
         label_names: class names in head order, kept in the config.
         precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
             adapter attached later is float32 in either case.
-        narrow: keep its weights in bf16 all the same and widen each when it is used (`finetune.compute.precision`).
-        quantization: keep its linear layers in 4 or 8 bits (`finetune.models.quantize`).
+        narrow: keep its weights in bf16 all the same and widen each when it is used
+        (`flatshift.finetune.compute.precision`).
+        quantization: keep its linear layers in 4 or 8 bits (`flatshift.finetune.models.quantize`).
         dropout: its own dropout rates while it trains; None for those of config.json.
 
     The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;

@@ -40,7 +40,8 @@ def build_skeleton(
     """The frozen backbone for `task` with parameters on meta; arguments as `load_backbone`.
 
     `model.new_parameters` are the names that the checkpoint lacks (a new head), `model.checkpoint` says where every
-    other tensor is read from (`finetune.parallel.weights.load_weights`). The global random state is not touched.
+    other tensor is read from (`flatshift.finetune.parallel.weights.load_weights`). The global random state is not
+    touched.
 
     Raises:
         UserError: as `load_backbone`; or a weight file is missing or cut short; or the backbone is quantised.
@@ -164,7 +165,7 @@ def _contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
 
 
-_contiguous.keeps_values = True  # type: ignore[attr-defined]  # of `regularizers.layers.fused`
+_contiguous.keeps_values = True  # type: ignore[attr-defined]  # of `flatshift.regularizers.layers.fused`
 
 
 def settle_padding(model: Any, backbone: Backbone) -> None:

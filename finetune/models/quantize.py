@@ -98,7 +98,7 @@ def loading_options(
     """What `from_pretrained` is told besides.
 
     Args:
-        skeleton: the model on meta (`finetune.models.meta.build_skeleton`).
+        skeleton: the model on meta (`flatshift.finetune.models.meta.build_skeleton`).
         dtype: of the computation, and of what is not quantised.
 
     Raises:

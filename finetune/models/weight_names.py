@@ -146,7 +146,8 @@ def expert_sources(model: PreTrainedModel, checkpoint: Checkpoint, name: str) ->
 
 
 def read_weight(model: PreTrainedModel) -> Callable[[str], Tensor]:
-    """Reads a weight of a skeleton (`finetune.models.meta.build_skeleton`) from its files, by its name in the model.
+    """Reads a weight of a skeleton (`flatshift.finetune.models.meta.build_skeleton`) from its files, by its name in the
+    model.
 
     Raises UserError, when it is called, for one that transformers makes of several otherwise than by stacking experts.
     """

@@ -107,5 +107,6 @@ class _Again(AbstractContextManager[None]):
 
 
 def _kernels() -> list[SDPBackend]:
-    """Those that `scaled_dot_product_attention` may choose from here (`finetune.compute.numerics.attention`)."""
+    """Those that `scaled_dot_product_attention` may choose from here
+    (`flatshift.finetune.compute.numerics.attention`)."""
     return [kernel for kernel, enabled in _ENABLED.items() if enabled()]

@@ -51,8 +51,8 @@ def build_engine(
 ) -> Engine:
     """The frozen `backbone` with a fresh adapter, laid out on `mesh`; collective.
 
-    Commands settle `train.precision` before (`finetune.compute.precision.choose`); `auto` that nobody has settled is
-    float32, as `load_backbone` takes it unasked.
+    Commands settle `train.precision` before (`flatshift.finetune.compute.precision.choose`); `auto` that nobody has
+    settled is float32, as `load_backbone` takes it unasked.
 
     Args:
         say: told what was loaded and how it was cut (every rank's own figures).
@@ -96,8 +96,8 @@ def build_engine(
 
 
 def refuse_parameters(model: Any) -> None:
-    """Raise UserError where PEFT adapts whole parameters (`finetune.adapters.settings`), which no mesh cuts; where the
-    backbone leaves out whole blocks by chance, of which each rank would leave out others; where
+    """Raise UserError where PEFT adapts whole parameters (`flatshift.finetune.adapters.settings`), which no mesh cuts;
+    where the backbone leaves out whole blocks by chance, of which each rank would leave out others; where
     something is dropped of hidden states whose rows come second; or by a generator, of which each rank has its own."""
     for _, key, rate in dropout_rates(model.get_base_model().config):
         if "layerdrop" in key and rate > 0:

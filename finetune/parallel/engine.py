@@ -54,14 +54,14 @@ Context = Callable[[int], contextlib.AbstractContextManager[Any]]
 
 
 class Passes(Protocol):
-    """The forward and backward passes of an update (`finetune.train.stage.ForwardBackward`)."""
+    """The forward and backward passes of an update (`flatshift.finetune.train.stage.ForwardBackward`)."""
 
     def compute(self) -> Tensor:
         """Do them; returns the loss, float32 scalar."""
 
 
 class Engine:
-    """See the module's text. Made by `Engine.alone` or `finetune.parallel.build.build_engine`."""
+    """See the module's text. Made by `Engine.alone` or `flatshift.finetune.parallel.build.build_engine`."""
 
     keeps = True
     """Whether its stages leave checkpoints and an adapter; a cell of a stack that is stopped begins anew."""
@@ -92,7 +92,8 @@ class Engine:
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
-        """By how much the gradients of `forward_backward` are larger than true (`finetune.train.loss_scale`)."""
+        """By how much the gradients of `forward_backward` are larger than true
+        (`flatshift.finetune.train.loss_scale`)."""
         self.draws: Callable[..., Pass] | None = None
         """`KeyedDropout.during` at the update under way; None where nothing is dropped."""
         self.beat: Callable[[], None] = lambda: None
@@ -194,8 +195,8 @@ class Engine:
         return head if self.runner is None else None
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
-        """The head whose loss needs no logits (`finetune.compute.loss.find_head`), agreed by all ranks that share a
-        stage."""
+        """The head whose loss needs no logits (`flatshift.finetune.compute.loss.find_head`), agreed by all ranks that
+        share a stage."""
         probe = head_probe(without_starts(inputs), multiple=self.multiple)
         if self.runner is not None:
             return self.runner.find_head(probe, task=task)
@@ -226,7 +227,7 @@ class Engine:
         precision: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> list[Sides | None]:
         """What must be known of an update of a `task.has_reference` before its passes: of each of this rank's
-        micro-batches the reference and the drift of its answers (`finetune.compute.loss.with_reference`).
+        micro-batches the reference and the drift of its answers (`flatshift.finetune.compute.loss.with_reference`).
 
         Outside of a regularizer's step, so that the reference is the backbone as it is. Every rank calls this.
         """
@@ -406,7 +407,8 @@ class Engine:
         self.world.wait()
 
     def load_adapter(self, directory: Path, *, partial: bool = False) -> None:
-        """Take over a saved adapter exactly (`finetune.adapters.adapter.load_adapter`), each rank its part."""
+        """Take over a saved adapter exactly (`flatshift.finetune.adapters.adapter.load_adapter`), each rank its
+        part."""
         if self.world.size == 1:
             load_adapter(self.model, directory, partial=partial)
             return

@@ -1,9 +1,9 @@
 """`mesh.auto`: the axes for a backbone and the devices at hand, each with its reason and the numbers behind it.
 
-The search is that of `flatshift plan` (`finetune.planner.layouts`): of the meshes that rules and sizes allow and that
-fit, the one whose update takes the least predicted time; of equally fast ones that with the fewest cuts, copies before
-shards before tensor parallelism before stages. Rows of an update and recomputation stay as the recipe has them.
-Nothing here imports torch.
+The search is that of `flatshift plan` (`flatshift.finetune.planner.layouts`): of the meshes that rules and sizes allow
+and that fit, the one whose update takes the least predicted time; of equally fast ones that with the fewest cuts,
+copies before shards before tensor parallelism before stages. Rows of an update and recomputation stay as the recipe has
+them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regularizers.config import RegularizerConfig
+from flatshift.regularizers.config import RegularizerConfig
 
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError

@@ -82,8 +82,8 @@ def kept_slack() -> Slack | None:
 def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[str]]:
     """Measure, keep, and say what was measured.
 
-    row: of the table of devices, what this machine has (`finetune.planner.devices`); None: another one, whose rates are
-    told but not kept, since nothing says what share of what they are. ranks: devices, or cores.
+    row: of the table of devices, what this machine has (`flatshift.finetune.planner.devices`); None: another one, whose
+    rates are told but not kept, since nothing says what share of what they are. ranks: devices, or cores.
     """
     device = CORE if kind == "cpu" else DEVICES.get(row or "")
     probe = _PROBES[kind]

@@ -33,7 +33,7 @@ class Devices:
     limit: int | None = None
     """Bytes that one process may take (a resource limit); None: as many as there are."""
     row: str | None = None
-    """Of `finetune.planner.throughput.DEVICES`; None: a device that is not in that table."""
+    """Of `flatshift.finetune.planner.throughput.DEVICES`; None: a device that is not in that table."""
 
     def each(self, ranks: int) -> int | None:
         """Bytes that one of `ranks` ranks on this machine may count on; None: unknown."""

@@ -1,7 +1,7 @@
 """What a rank of a mesh will hold in memory, in closed form: from config.json and the headers of the weight files.
 
 Nothing is loaded and torch is not imported. What a run really holds is counted once its model is laid out
-(`finetune.planner.memory`); this is for choosing the layout. The formulas are those of ZeRO
+(`flatshift.finetune.planner.memory`); this is for choosing the layout. The formulas are those of ZeRO
 (1910.02054), Megatron-LM (1909.08053) and Korthikanti et al. (2205.05198), for frozen weights.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regularizers.config import GGPO, MGPO, BiLora, FlatLora, Plain, RegularizerConfig
+from flatshift.regularizers.config import GGPO, MGPO, BiLora, FlatLora, Plain, RegularizerConfig
 
 from ..atomic import read_object
 from ..compute.slices import slice_rows
@@ -42,7 +42,7 @@ _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
 _LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
 _LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
 _LOGITS_BYTES = 1 << 30
-"""What evaluation lets logits take (`finetune.evaluate.perplexity`)."""
+"""What evaluation lets logits take (`flatshift.finetune.evaluate.perplexity`)."""
 _PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 """Of a value of a quantised block, scales included."""
 _STATE_BYTES = 16
@@ -317,7 +317,8 @@ def footprint(
 
 def mask_bytes(layers: int, train: Train) -> int:
     """Of the dense masks of one packed row on a CPU: which tokens see which, and for each of so many layers what is
-    added to its scores (`finetune.compute.attention`). Of recomputed attention one layer's is there at a time."""
+    added to its scores (`flatshift.finetune.compute.attention`). Of recomputed attention one layer's is there at a
+    time."""
     kept = layers if train.checkpointing == "none" else 1
     return train.max_length**2 * (1 + kept * WIDTHS[train.precision])
 

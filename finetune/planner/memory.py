@@ -3,10 +3,10 @@
 Weights, gradients and optimizer state are counted; activations are measured: a short row goes forward in training
 mode while autograd's saved tensors are summed, at the run's own length if that is short, else at two lengths, and the
 line through them is read off at the row length and batch size of the run. What the loss and the backward pass take
-beside them, dense masks of packed rows and a regularizer's state are the closed forms of `finetune.planner.footprint`.
-Not in it: the allocator's slack and the libraries. On a mesh everything is counted on the model as it
-was cut, without activations; volumes are those of ring collectives: a rank sends (n − 1)/n of what is gathered or
-reduced.
+beside them, dense masks of packed rows and a regularizer's state are the closed forms of
+`flatshift.finetune.planner.footprint`. Not in it: the allocator's slack and the libraries. On a mesh everything is
+counted on the model as it was cut, without activations; volumes are those of ring collectives: a rank sends (n − 1)/n
+of what is gathered or reduced.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.config import RegularizerConfig
+from flatshift.regularizers.config import RegularizerConfig
 
 from ..adapters.adapter import trainable
 from ..adapters.projector import blank_features

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
+from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain, RegularizerConfig
 
 from ..config import Adapter, Mesh, Optimizer, Train
 from ..errors import UserError

@@ -62,7 +62,8 @@ class Seat:
         return tuple((b.noise_in.shape[1], b.probe_in.shape[1]) if b is not None else (-1, -1) for b in branches)
 
     def branch(self, layer: str) -> Any:
-        """The noise branch (`regularizers.layers.branch`) that stands in for a layer's forward; None without."""
+        """The noise branch (`flatshift.regularizers.layers.branch`) that stands in for a layer's forward; None
+        without."""
         return vars(self.layers[layer]).get("forward")
 
 
@@ -264,7 +265,8 @@ class Host:
     ) -> tuple[Tensor, Pass]:
         """The forward pass of these neighbours' micro-batches: each one's loss, summed, float32 (cells,).
 
-        plain: whether the backbone's own head gives the logits and nothing else (`finetune.compute.loss.find_head`).
+        plain: whether the backbone's own head gives the logits and nothing else
+        (`flatshift.finetune.compute.loss.find_head`).
         """
         device = self.backbone.device
         batch = [micros[seat].to(device) for seat in seats]

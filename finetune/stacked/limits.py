@@ -19,7 +19,7 @@ from .passes import SHARED_TOKENS
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from regularizers.config import RegularizerConfig
+    from flatshift.regularizers.config import RegularizerConfig
 
     from ..tasks import Task
 

@@ -4,8 +4,8 @@
     y = x Wᵀ + b                         a trained head: W (cells, m, n), b (cells, m)
 
 with explicit backward passes that write the gradients of A, B, W and b where they belong (`Run`), so autograd
-never sees a parameter of a cell. Cells under a noise branch of `regularizers.layers.branch` have its columns beside A
-and B, in the same fused form: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z [U, sB]ᵀ.
+never sees a parameter of a cell. Cells under a noise branch of `flatshift.regularizers.layers.branch` have its columns
+beside A and B, in the same fused form: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z [U, sB]ᵀ.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from regularizers.layers.fused import shaped
+from flatshift.regularizers.layers.fused import shaped
 
 from ..parallel.engine import Engine
 
 if TYPE_CHECKING:
-    from regularizers.layers.branch import NoiseBranch
+    from flatshift.regularizers.layers.branch import NoiseBranch
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def join(micros: Sequence[MicroBatch], *, pad_id: int) -> tuple[dict[str, Tensor
     """Model inputs (R, T) and labels of the rows of all `micros`, padded on the right to the widest.
 
     Where one of them has packed rows, all are told apart by positions alone, and what pads a row is a sample of its own
-    that nobody supervises, as in `finetune.data.batches`.
+    that nobody supervises, as in `flatshift.finetune.data.batches`.
     """
     width = max(micro.inputs["input_ids"].shape[1] for micro in micros)
     parts = [dict(micro.inputs) for micro in micros]

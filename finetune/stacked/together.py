@@ -142,8 +142,8 @@ class Stage:
 
 
 def stage_work(model: Any, tokenizer: Any, told: TrainingStage) -> Stage:
-    """`finetune.train.loop.train_stage` of the stage that is told of, pausing with the `ForwardBackward` of each update
-    to be sent its loss once the gradients lie in the engine's parameters."""
+    """`flatshift.finetune.train.loop.train_stage` of the stage that is told of, pausing with the `ForwardBackward` of
+    each update to be sent its loss once the gradients lie in the engine's parameters."""
     from ..parallel.engine import Engine
     from ..train.loop import train_stage
 
@@ -219,7 +219,8 @@ class CellEngine(Engine):
 
 
 def cell_engine(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, train: Train) -> CellEngine:
-    """A cell on `backbone` with the adapter that `finetune.parallel.build.build_engine` would draw for it alone."""
+    """A cell on `backbone` with the adapter that `flatshift.finetune.parallel.build.build_engine` would draw for it
+    alone."""
     model = attach_adapter(shared_copy(backbone), adapter, task=task, seed=train.seed)
     return CellEngine(model, World.alone(backbone.device))
 

@@ -98,7 +98,7 @@ class Chat(Objective):
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> ChatEncoder:
         """The conversation as a chat template writes it; what the assistant has to write is supervised
-        (`finetune.data.chat`)."""
+        (`flatshift.finetune.data.chat`)."""
         from ..data.chat.encode import ChatEncoder
 
         own = {name: how[name] for name in ("bad_rows", "truncation", "overlong") if name in how}

@@ -193,7 +193,7 @@ class Classify(ByExample):
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per example), `unexplained` (of a squared loss: its share of the labels' variance), `accuracy,
-        f1_macro, matthews, majority_floor`; with `multi` as `finetune.evaluate.multilabel.judge_sets`."""
+        f1_macro, matthews, majority_floor`; with `multi` as `flatshift.finetune.evaluate.multilabel.judge_sets`."""
         import numpy as np
 
         from ..evaluate.multilabel import judge_sets

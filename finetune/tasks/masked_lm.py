@@ -62,7 +62,8 @@ class MaskedLM(Objective):
 
     def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
         """The tokenizer's own template around the text, some of whose tokens are hidden and supervised
-        (`finetune.data.masking`). Too long: the text loses its end, or is read in pieces (`train.overlong: split`)."""
+        (`flatshift.finetune.data.masking`). Too long: the text loses its end, or is read in pieces (`train.overlong:
+        split`)."""
         masking = self.masking(to.tokenizer)
         return to.samples(rows, (), lambda chunk, _: _masked(chunk, to, masking)), None
 

@@ -63,7 +63,7 @@ class Objective:
     score: str = "perplexity"
     """How dev and test are judged besides perplexity: also `rank` or `generate`."""
     metrics: tuple[str, ...] = ()
-    """Of what models write, judged besides (`finetune.evaluate.metrics`, "agreement")."""
+    """Of what models write, judged besides (`flatshift.finetune.evaluate.metrics`, "agreement")."""
     max_new_tokens: int = 64
     num_beams: int | None = None
     prefix: str | None = None
@@ -143,7 +143,7 @@ class Objective:
 
     @property
     def no_axes(self) -> Mapping[str, str]:
-        """Axes of a mesh that its models do not train on, and why: rows of `finetune.planner.rules`."""
+        """Axes of a mesh that its models do not train on, and why: rows of `flatshift.finetune.planner.rules`."""
         return {}
 
     def _check_metrics(self) -> None:
@@ -267,7 +267,7 @@ class Objective:
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> Any:
         """What encodes rows a run at a time: `add(rows) -> Encoded` and, at the end, `close() -> notes`.
 
-        how: as `finetune.data.encoding.encode`.
+        how: as `flatshift.finetune.data.encoding.encode`.
         """
         from ..data.encoding import Encoder
 
@@ -378,7 +378,8 @@ class Objective:
     # --------------------------------------------------------------------------------------------------------- judging
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
-        """Figures of a model on encoded examples, each `{value, low, high, n}`; see `finetune.evaluate.judge.evaluate`.
+        """Figures of a model on encoded examples, each `{value, low, high, n}`; see
+        `flatshift.finetune.evaluate.judge.evaluate`.
 
         Raises:
             UserError: answers that do not fit the backbone.

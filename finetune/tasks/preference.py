@@ -230,7 +230,8 @@ class Preference(Templated):
     # ------------------------------------------------------------------------------------------------------- encoding
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> PreferenceEncoder:
-        """Both answers behind their prompt, each supervised with the end that follows it (`finetune.data.preference`).
+        """Both answers behind their prompt, each supervised with the end that follows it
+        (`flatshift.finetune.data.preference`).
 
         Too long: as a completion or a chat; the prompt is cut for the longer answer."""
         from ..data.preference import PreferenceEncoder
@@ -289,7 +290,7 @@ class Preference(Templated):
     # --------------------------------------------------------------------------------------------------------- judging
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
-        """`loss` per pair or answer, and as `finetune.evaluate.preference.judge_answers`."""
+        """`loss` per pair or answer, and as `flatshift.finetune.evaluate.preference.judge_answers`."""
         from ..evaluate.preference import judge_answers
 
         return judge_answers(judge, examples)

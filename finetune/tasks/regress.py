@@ -57,7 +57,8 @@ class Regress(ByExample):
         are read.
 
         Raises:
-            UserError: as `finetune.models.meta.build_skeleton`; or no linear layer that is trained whole answers.
+            UserError: as `flatshift.finetune.models.meta.build_skeleton`; or no linear layer that is trained whole
+            answers.
         """
         from ..adapters.settings import trained_whole
         from ..data.labels import OutputLayer
@@ -137,8 +138,9 @@ class Regress(ByExample):
         return ("loss", *names_of("numbers"))
 
     def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
-        """`loss` (squared error per example as training sees it), and as `finetune.evaluate.regression.judge_numbers`.
-        The model must answer in the targets' own units (`finetune.data.labels.fold_units`)."""
+        """`loss` (squared error per example as training sees it), and as
+        `flatshift.finetune.evaluate.regression.judge_numbers`. The model must answer in the targets' own units
+        (`flatshift.finetune.data.labels.fold_units`)."""
         import numpy as np
 
         from ..evaluate.regression import judge_numbers

@@ -67,7 +67,9 @@ class Arguments:
     disable_tqdm: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"a stage has no TrainingArguments.{name}; its settings are finetune.config.Train")
+        raise AttributeError(
+            f"a stage has no TrainingArguments.{name}; its settings are flatshift.finetune.config.Train"
+        )
 
 
 class Callbacks:

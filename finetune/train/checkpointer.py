@@ -50,11 +50,11 @@ class Progress:
     skipped_in_a_row: int = 0
     """Of them, those since the last one that was made."""
     loss_scale: dict[str, float] = field(default_factory=dict)
-    """State of `finetune.train.loss_scale`; empty unless the stage computes in fp16."""
+    """State of `flatshift.finetune.train.loss_scale`; empty unless the stage computes in fp16."""
     recent: list[float] = field(default_factory=list)
     """Losses of the last updates, as many as `train.spikes.window`."""
     left_out: list[list[int]] = field(default_factory=list)
-    """Batches [first, stop) that spikes took out of the data (`finetune.train.data_order`)."""
+    """Batches [first, stop) that spikes took out of the data (`flatshift.finetune.train.data_order`)."""
     rewinds: list[dict[str, Any]] = field(default_factory=list)
     """What the stage went back for: `step`, `loss`, `limit`, and `to`, the checkpoint."""
     callbacks: list[dict[str, Any] | None] = field(default_factory=list)

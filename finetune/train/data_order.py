@@ -38,7 +38,8 @@ def leave_out(left_out: Ranges, first: int, stop: int) -> list[list[int]]:
 
 
 def spike_limit(losses: Sequence[float], spikes: Spikes) -> float:
-    """The loss above which the next update is a spike (`finetune.config.Spikes`); infinite before a full window.
+    """The loss above which the next update is a spike (`flatshift.finetune.config.Spikes`); infinite before a full
+    window.
 
     losses: of the last updates, at most `spikes.window` of them.
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..compute.capabilities import capabilities
 
 if TYPE_CHECKING:
-    from regularizers.protocol import Figures
+    from flatshift.regularizers.protocol import Figures
 
     from ..parallel.mesh import World
 

@@ -30,12 +30,13 @@ def dev_figures(
     head: Head | None,
 ) -> dict[str, float]:
     """`loss` in nats per supervised token or example (regress: squared error), not smoothed, `accuracy` for
-    classification (multi: of whole sets of classes), and of answers what `finetune.evaluate.preference` judges.
+    classification (multi: of whole sets of classes), and of answers what `flatshift.finetune.evaluate.preference`
+    judges.
 
     Where reading makes the host wait for the device it is read once, at the end. Every rank of a mesh calls this.
 
     Args:
-        head: as the stage found it (`finetune.compute.loss.find_head`).
+        head: as the stage found it (`flatshift.finetune.compute.loss.find_head`).
     """
     model, judged = engine.judged, task.judged()
     if task.by_answer:

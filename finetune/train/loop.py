@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from regularizers.layers.fused import FusedLayers
+from flatshift.regularizers.layers.fused import FusedLayers
 
 from ..atomic import write_json
 from ..compute import attention

@@ -198,8 +198,8 @@ class AdapterOptimizer:
             self.parameters[name].grad = None
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """By kind (`MOMENTS`, or those of `finetune.train.optimizer`; `MASTER` where there are masters) and name;
-        moments and masters are laid out like the parameter."""
+        """By kind (`MOMENTS`, or those of `flatshift.finetune.train.optimizer`; `MASTER` where there are masters) and
+        name; moments and masters are laid out like the parameter."""
         states = {name: self._adam.state(t) for name, t in self._updated.items() if t in self.inner.state}
         found: dict[str, dict[str, Tensor]] = (
             {kind: {} for kind in MOMENTS} if isinstance(self._adam, _TorchAdam) else {}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _WORTH = 0.03
 """Share of the plan that a change saves at least to be named."""
 _NF4_BYTES = 0.5 + 4 / 64
-"""Of a value in 4 bits, its share of a scale included (`finetune.models.quantize`)."""
+"""Of a value in 4 bits, its share of a scale included (`flatshift.finetune.models.quantize`)."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
 
 

@@ -1,4 +1,4 @@
-"""How much memory updates take, to be put beside the plan (`finetune.planner.memory`).
+"""How much memory updates take, to be put beside the plan (`flatshift.finetune.planner.memory`).
 
 On a CUDA device it is the allocator's own peak. On a CPU a thread asks the C library, while an update runs, how much it
 has handed out (glibc's mallinfo2), and what that was before the update is taken off: weights, the adapter and the

@@ -31,7 +31,7 @@ _LABELS, _STARTS, _CHOSEN = "labels", "sample starts", "chosen"
 
 
 class Source(Protocol):
-    """What is asked for batches (`finetune.data.batches.Batches`)."""
+    """What is asked for batches (`flatshift.finetune.data.batches.Batches`)."""
 
     @property
     def packed(self) -> bool: ...
@@ -130,7 +130,7 @@ class Prefetch:
     """
 
     def __init__(self, source: Source, lane: Lane, *, apart: bool = False) -> None:
-        """apart: the model is told where the samples of packed rows begin (`finetune.compute.attention`)."""
+        """apart: the model is told where the samples of packed rows begin (`flatshift.finetune.compute.attention`)."""
         self.packed = source.packed
         self._source, self._lane, self._apart = source, lane, apart
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")

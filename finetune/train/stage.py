@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from regularizers.layers.fused import FusedLayers
+from flatshift.regularizers.layers.fused import FusedLayers
 
 from ..atomic import read_object
 from ..compute.loss import Head
@@ -28,7 +28,7 @@ from .throughput import Meter
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-    from regularizers.protocol import Regularizer
+    from flatshift.regularizers.protocol import Regularizer
 
     from ..data.batches import Batches
     from ..data.example import Example
@@ -86,9 +86,9 @@ class TrainingStage:
     stop: Callable[[], bool] | None = None
     """Asked after every update; True saves a checkpoint and raises Interrupted."""
     callbacks: Sequence[TrainerCallback] = ()
-    """Objects of `transformers.TrainerCallback` (`finetune.train.callbacks` says which events there are)."""
+    """Objects of `transformers.TrainerCallback` (`flatshift.finetune.train.callbacks` says which events there are)."""
     track: Callable[[dict[str, Any]], None] | None = None
-    """Takes every line of metrics.jsonl, on the main rank (`finetune.train.trackers`)."""
+    """Takes every line of metrics.jsonl, on the main rank (`flatshift.finetune.train.trackers`)."""
     peak_tflops: float | None = None
     """Of one device, for the MFU; by default `train.peak_tflops`."""
     planned: PlannedUpdate | None = None
@@ -113,7 +113,7 @@ class ForwardBackward:
     count: int
     """Supervised tokens (examples) of the update, over all ranks: the divisor of its loss."""
     head: Head | None
-    """What the loss may be made in slices of (`finetune.compute.loss.find_head`)."""
+    """What the loss may be made in slices of (`flatshift.finetune.compute.loss.find_head`)."""
     context: Context
     """What surrounds the forward pass of each micro-batch."""
     meter: Meter

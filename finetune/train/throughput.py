@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.protocol import Figures
+from flatshift.regularizers.protocol import Figures
 
 from ..compute.capabilities import copied
 from ..compute.loss import Head, batch_loss
@@ -94,7 +94,7 @@ class Meter:
         """
         nothing = Figures(torch.empty(0), lambda numbers: {})
         first, self._first = self._first, False
-        if first or not self._now.passes:  # none: the work is somebody else's (`finetune.stacked`)
+        if first or not self._now.passes:  # none: the work is somebody else's (`flatshift.finetune.stacked`)
             return nothing
         self._now.updates += 1
         self._now.seconds += seconds
@@ -187,7 +187,7 @@ def _runs(positions: Tensor) -> Tensor:
 
 
 RATES = frozenset({"tokens_s", "tflops", "mfu", "hfu"})
-"""What a line of metrics.jsonl has of them (`finetune.train.throughput`)."""
+"""What a line of metrics.jsonl has of them (`flatshift.finetune.train.throughput`)."""
 
 
 # -------------------------------------------------------------------------------------------- floating-point operations

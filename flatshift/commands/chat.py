@@ -9,10 +9,10 @@ from typing import Any
 
 from tyro.conf import Positional
 
-from experiments.recipe import from_override
-from finetune.data.formats import has_half_pair
-from finetune.errors import UserError, printable, sentence
 from flatshift.command_line import parse
+from flatshift.experiments.recipe import from_override
+from flatshift.finetune.data.formats import has_half_pair
+from flatshift.finetune.errors import UserError, printable, sentence
 
 _HELP = "/use NAME  another run    /new  forget the conversation    /runs  their names    /quit  or Ctrl-D"
 
@@ -43,8 +43,8 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift chat`."""
     flags: Flags = parse(Flags, "chat", argv)
-    from experiments.workflows.chat import WritingRuns
-    from finetune.evaluate.generation import Decoding
+    from flatshift.experiments.workflows.chat import WritingRuns
+    from flatshift.finetune.evaluate.generation import Decoding
 
     given = {key: getattr(flags, key) for key in ("max_new_tokens", "temperature", "top_p")}
     decoding: dict[str, Any] = {key: value for key, value in given.items() if value is not None}

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from finetune.errors import UserError
 from flatshift import outcome
 from flatshift.command_line import parse, split_overrides
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "compare", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make or continue")
-    from experiments.report.chapters.comparison import page, summary
-    from experiments.studies.compare.run import compare
+    from flatshift.experiments.report.chapters.comparison import page, summary
+    from flatshift.experiments.studies.compare.run import compare
 
     document = compare(
         flags.recipe,

@@ -20,7 +20,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift demo`."""
     flags = parse(Flags, "demo", argv)
-    from experiments.studies.demo import demo
+    from flatshift.experiments.studies.demo import demo
 
     print(demo(flags.out, draw=draw))
     return 0

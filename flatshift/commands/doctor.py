@@ -21,7 +21,7 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift doctor`."""
     flags: Flags = parse(Flags, "doctor", argv)
-    from experiments.workflows.doctor import doctor, render
+    from flatshift.experiments.workflows.doctor import doctor, render
     from flatshift.installation import shadows
 
     result = doctor(shadows(), deep=flags.deep)

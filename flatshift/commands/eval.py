@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
-from experiments.recipe import resume_recipe
-from experiments.recipe.auto import mesh_flags, named_axes
-from finetune.errors import UserError
-from finetune.launch import failure, spawn
 from flatshift import api, outcome
 from flatshift.command_line import parse, spawn_ranks, split_overrides
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.recipe.auto import mesh_flags, named_axes
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.launch import failure, spawn
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def run(argv: list[str]) -> int:
         return run([*argv, *chosen])
     if spawn.wants_ranks(recipe.mesh):
         return spawn_ranks("eval", argv, recipe, path)
-    from experiments.workflows.evaluate import evaluate_run, render
+    from flatshift.experiments.workflows.evaluate import evaluate_run, render
 
     result = evaluate_run(path, data=flags.data, overrides=overrides, quiet=flags.json)
     if failure.rank() == 0:
@@ -175,15 +175,15 @@ def _looks_like_run(name: str) -> bool:
 
 def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
     """Several, or a bare backbone, or by groups."""
-    from experiments.report.chapters.evaluation import page
-    from experiments.workflows.evaluate import judge_side_by_side
-    from experiments.workflows.evaluation_document import render
+    from flatshift.experiments.report.chapters.evaluation import page
+    from flatshift.experiments.workflows.evaluate import judge_side_by_side
+    from flatshift.experiments.workflows.evaluation_document import render
 
     few_shot = None
     if flags.prompt is not None:
         if given := [name for name in ("window", "overlap") if getattr(flags, name) is not None]:
             raise UserError(f"--{given[0]} cuts whole documents, and --prompt ranks candidates; leave one of them out")
-        from experiments.workflows.few_shot import FewShot, read_prompt
+        from flatshift.experiments.workflows.few_shot import FewShot, read_prompt
 
         few_shot = FewShot(
             prompt=read_prompt(flags.prompt),
@@ -198,7 +198,7 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
         raise UserError("--shots, --shots-from and --prompt-language need --prompt NAME; `nli`, or a file of yours")
     sampling = None
     if flags.samples:
-        from experiments.workflows.samples import Sampling
+        from flatshift.experiments.workflows.samples import Sampling
 
         sampling = Sampling(
             samples=flags.samples,
@@ -236,7 +236,7 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
 
 def _probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
     """`eval --probe`."""
-    from experiments.workflows.probes import probe_models, read_probe, render
+    from flatshift.experiments.workflows.probes import probe_models, read_probe, render
 
     given = ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity")
     if odd := [name for name in given if getattr(flags, name)]:
@@ -262,13 +262,13 @@ def _fields(flags: Flags, prefix: str) -> list[str]:
 
 def _sharpness(flags: Flags, overrides: list[Any]) -> int:
     """`eval --sharpness`; what was not given is left to the study's own defaults."""
-    from regularizers.sharpness.config import Sharpness
+    from flatshift.regularizers.sharpness.config import Sharpness
 
     given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields(flags, "sharpness_")}
     given = {name: value for name, value in given.items() if value is not None}
     own = {field.name for field in dataclasses.fields(Sharpness)}
     settings = Sharpness(**{name: value for name, value in given.items() if name in own})
-    from experiments.workflows.sharpness import measure_run, render
+    from flatshift.experiments.workflows.sharpness import measure_run, render
 
     rest = {name: value for name, value in given.items() if name not in own}
     result = measure_run(
@@ -287,7 +287,7 @@ def _harness(flags: Flags, overrides: list[Any]) -> int:
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
             raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
     own = {name.removeprefix("harness_"): getattr(flags, name) for name in _fields(flags, "harness_")}
-    from experiments.workflows.lm_eval import render, run_harness
+    from flatshift.experiments.workflows.lm_eval import render, run_harness
 
     given_own = {name: value for name, value in own.items() if value is not None}
     record = run_harness(flags.run, flags.harness, overrides=overrides, quiet=flags.json, **given_own)

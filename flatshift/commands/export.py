@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
-from finetune.errors import UserError
 from flatshift import outcome
 from flatshift.command_line import parse
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def run(argv: list[str]) -> int:
     out = flags.out or flags.run / ("export" if flags.to == "hub" else flags.to)
     if flags.to != "hub":
         return _deploy(flags, out)
-    from experiments.workflows.export import export as export_run
+    from flatshift.experiments.workflows.export import export as export_run
 
     result = export_run(flags.run, out, base_model=flags.base_model, license=flags.license, add=flags.add)
     print(out)
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 
 def compared_lines(result: dict[str, Any] | None) -> list[str]:
-    """Lines on the comparison of a folder with the run (`experiments.workflows.folder_check.compare`)."""
+    """Lines on the comparison of a folder with the run (`flatshift.experiments.workflows.folder_check.compare`)."""
     if result is None:
         return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
     if "unread" in result:
@@ -81,7 +81,7 @@ def compared_lines(result: dict[str, Any] | None) -> list[str]:
 def _deploy(flags: Flags, out: Path) -> int:
     if flags.add or flags.base_model or flags.license:
         raise UserError("--add, --base-model and --license are of --to hub; leave them out")
-    from experiments.workflows.deployment import deploy
+    from flatshift.experiments.workflows.deployment import deploy
 
     assert flags.to != "hub"
     told = deploy(flags.run, out, to=flags.to, outtype=flags.outtype, llama_cpp=flags.llama_cpp)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from experiments.recipe import load_recipe
-from finetune.errors import UserError
 from flatshift.api import draw
 from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.experiments.recipe import load_recipe
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def run(argv: list[str]) -> int:
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
-    from experiments.results.forecast import sentences
-    from experiments.workflows.forecast import forecast_into
+    from flatshift.experiments.results.forecast import sentences
+    from flatshift.experiments.workflows.forecast import forecast_into
 
     found = forecast_into(
         load_recipe(flags.recipe, overrides),

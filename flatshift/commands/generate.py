@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tyro.conf import Positional, UseAppendAction
 
-from experiments.recipe import from_override
-from finetune.errors import UserError
 from flatshift.command_line import parse
+from flatshift.experiments.recipe import from_override
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def run(argv: list[str]) -> int:
         prompts = _lines_of_input()
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "num_beams")
     given = {name: getattr(flags, name) for name in names}
-    from experiments.workflows.generate import generate_from_run, render
+    from flatshift.experiments.workflows.generate import generate_from_run, render
 
     records = generate_from_run(
         flags.run,
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 
 def _lines_of_input() -> tuple[str, ...]:
     """The lines of standard input that are not blank."""
-    from finetune.data.formats import has_half_pair
+    from flatshift.finetune.data.formats import has_half_pair
 
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="surrogateescape")  # so that the line can be named

@@ -32,7 +32,7 @@ def run(argv: list[str]) -> int:
     """`flatshift merge`."""
     flags: Flags = parse(Flags, "merge", argv)
     out = flags.out or flags.run / "merged"
-    from experiments.workflows.merge import merge as merge_run
+    from flatshift.experiments.workflows.merge import merge as merge_run
 
     result = merge_run(flags.run, out, dtype=flags.dtype)
     if flags.json:

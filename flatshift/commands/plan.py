@@ -10,8 +10,8 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from finetune.errors import UserError
 from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ def run(argv: list[str]) -> int:
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: give a number above 0")
     if flags.calibrate:
-        from experiments.workflows.plan import calibrated
+        from flatshift.experiments.workflows.plan import calibrated
 
         print("\n".join(calibrated()))
         return 0
-    from experiments.workflows.plan import plan, render
+    from flatshift.experiments.workflows.plan import plan, render
 
     document = plan(
         flags.recipe,
@@ -81,13 +81,13 @@ def run(argv: list[str]) -> int:
     )
     text = json.dumps(document, indent=2, ensure_ascii=False)
     if flags.out is not None:
-        from finetune.atomic import write_text
+        from flatshift.finetune.atomic import write_text
 
         if flags.out.exists():
             raise UserError(f"--out: {flags.out} exists; name another file or remove it")
         written = text + "\n"
         if flags.out.suffix == ".html":
-            from experiments.report.chapters.plan import page
+            from flatshift.experiments.report.chapters.plan import page
 
             written = page({**document, "command": f"flatshift plan {shlex.join(argv)}"})
         write_text(flags.out, written)

@@ -8,10 +8,10 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from experiments.recipe import from_override
-from finetune.errors import UserError
 from flatshift import outcome
 from flatshift.command_line import parse
+from flatshift.experiments.recipe import from_override
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "predict", argv)
     if flags.out is None:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
-    from experiments.workflows.predict import predict_from_run
+    from flatshift.experiments.workflows.predict import predict_from_run
 
     given = {"device": ("train.device", flags.device), "max-new-tokens": ("task.max_new_tokens", flags.max_new_tokens)}
     overrides = [from_override(key, str(v), f"--{flag}") for flag, (key, v) in given.items() if v is not None]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from finetune.errors import UserError, is_remote
 from flatshift.command_line import parse
+from flatshift.finetune.errors import UserError, is_remote
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def run(argv: list[str]) -> int:
     if is_remote(flags.destination):
         _to_store(flags)
     else:
-        from experiments.workflows.export import push
+        from flatshift.experiments.workflows.export import push
 
         print(push(flags.folder, flags.destination, public=flags.public, message=flags.message))
     card = flags.folder / "README.md"
@@ -48,8 +48,8 @@ def _to_store(flags: Flags) -> None:
     if flags.public or flags.message is not None:
         flag = "--public" if flags.public else "--message"
         raise UserError(f"{flag} is of a hub, and {flags.destination} is a place in a store; leave it out")
-    from experiments.run.console import Console
-    from experiments.workflows.store_upload import push_to_store
+    from flatshift.experiments.run.console import Console
+    from flatshift.experiments.workflows.store_upload import push_to_store
 
     with Console().task("upload, percent", 100) as bar:
         done = push_to_store(flags.folder, flags.destination, lambda sent, total: bar(100 * sent // max(total, 1)))

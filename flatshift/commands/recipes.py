@@ -10,9 +10,9 @@ from typing import Literal
 
 from tyro.conf import Positional
 
-from experiments.recipe import shipped_recipe, shipped_recipes
-from finetune.errors import UserError
 from flatshift.command_line import parse
+from flatshift.experiments.recipe import shipped_recipe, shipped_recipes
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(text)
         return 0
     target = flags.to or Path(f"{flags.name}.yaml")
-    from finetune.atomic import write_text
-    from finetune.lock import owned
+    from flatshift.finetune.atomic import write_text
+    from flatshift.finetune.lock import owned
 
     with owned(target, instead="name another file"):
         if target.exists():

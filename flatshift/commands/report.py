@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from finetune.errors import UserError
 from flatshift.command_line import parse
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ def run(argv: list[str]) -> int:
         raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
-    from experiments.report import build_report
-    from experiments.report.formats import aligned
-    from experiments.report.side_by_side import metric_rows
-    from experiments.results.run import discover
-    from finetune.lock import owned
+    from flatshift.experiments.report import build_report
+    from flatshift.experiments.report.formats import aligned
+    from flatshift.experiments.report.side_by_side import metric_rows
+    from flatshift.experiments.results.run import discover
+    from flatshift.finetune.lock import owned
 
     out = flags.out or flags.runs[0] / "report.html"
     with owned(out):

@@ -24,8 +24,8 @@ class Flags:
 def run(argv: list[str]) -> int:
     """`flatshift runs`."""
     flags: Flags = parse(Flags, "runs", argv)
-    from experiments.report.formats import aligned, with_interval
-    from experiments.results.listing import listing
+    from flatshift.experiments.report.formats import aligned, with_interval
+    from flatshift.experiments.results.listing import listing
 
     found = listing(flags.folder)
     if flags.json:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from tyro.conf import Positional
 
-from experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
-from experiments.recipe.rules import check_split
-from experiments.run.console import others_speak, prompt_end
-from finetune.errors import UserError
-from finetune.launch import failure, spawn
 from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import parse, recipe_words, split_overrides
+from flatshift.experiments.recipe import Resolved, from_override, load_recipe, refuse_contradictions
+from flatshift.experiments.recipe.rules import check_split
+from flatshift.experiments.run.console import others_speak, prompt_end
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.launch import failure, spawn
 
 AGAIN = "what was reached is kept; run the same command again"
 
@@ -127,7 +127,7 @@ def run(argv: list[str]) -> int:
         with others_speak():
             return spawn.spawn(command, ranks=flags.processes, threads=1, again=AGAIN)
     with prompt_end():
-        from experiments.select.select import select
+        from flatshift.experiments.select.select import select
 
         manifest = select(resolved, flags.out, quiet=flags.json, draw=draw)
     _say(manifest, flags, words)
@@ -143,7 +143,7 @@ def _on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
         )
     failure.goes_on(AGAIN)
     os.environ.update(dict.fromkeys(spawn.THREADS, "1"))
-    from experiments.select.ranks import select_on_ranks
+    from flatshift.experiments.select.ranks import select_on_ranks
 
     assert flags.out is not None
     manifest = select_on_ranks(resolved, flags.out, quiet=flags.json, draw=draw)

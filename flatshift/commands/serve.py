@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from experiments.recipe import from_override
-from finetune.errors import UserError
 from flatshift.command_line import parse
+from flatshift.experiments.recipe import from_override
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ def run(argv: list[str]) -> int:
     flags: Flags = parse(Flags, "serve", argv)
     if not 0 <= flags.port < 65536:
         raise UserError(f"--port {flags.port}: give a number from 0 to 65535")
-    from experiments.workflows.chat import WritingRuns
-    from experiments.workflows.serve import Server
+    from flatshift.experiments.workflows.chat import WritingRuns
+    from flatshift.experiments.workflows.serve import Server
 
     overrides = [] if flags.device is None else [from_override("train.device", flags.device, "--device")]
     runs = WritingRuns(flags.runs, overrides=overrides)

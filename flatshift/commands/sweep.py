@@ -7,11 +7,11 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from experiments.recipe.studies import SweepOptions
-from finetune.errors import UserError
 from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import data_override, parse, split_overrides
+from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def run(argv: list[str]) -> int:
     overrides = data_override(flags.data, overrides)
     if flags.out is None:
         raise UserError("--out is missing: name the sweep directory to make or continue")
-    from experiments.studies.sweep import sweep
+    from flatshift.experiments.studies.sweep import sweep
 
     code = sweep(flags.recipe, overrides, flags.out, flags, draw=draw)
     outcome.of_sweep(flags.out, argv)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from finetune.config import Columns
-from finetune.data.tokenizer_schemes import SCHEMES, Scheme
 from flatshift.command_line import parse
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.tokenizer_schemes import SCHEMES, Scheme
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def run(argv: list[str]) -> int:
     if argv[:1] == ["train"]:
         return _train(argv[1:])
     flags: Flags = parse(Flags, "tokenizer", argv)
-    from experiments.report.chapters.tokenizer import page
-    from experiments.workflows.tokenizer import judge_tokenizers, render
+    from flatshift.experiments.report.chapters.tokenizer import page
+    from flatshift.experiments.workflows.tokenizer import judge_tokenizers, render
 
     document = judge_tokenizers(
         flags.names,
@@ -94,10 +94,10 @@ def run(argv: list[str]) -> int:
 
 def _train(argv: list[str]) -> int:
     flags: TrainFlags = parse(TrainFlags, "tokenizer train", argv)
-    from experiments.report.chapters.tokenizer import page
-    from experiments.workflows.tokenizer_schemes import render, train_schemes
-    from finetune.errors import UserError
-    from finetune.train.small_decoder import SmallDecoder
+    from flatshift.experiments.report.chapters.tokenizer import page
+    from flatshift.experiments.workflows.tokenizer_schemes import render, train_schemes
+    from flatshift.finetune.errors import UserError
+    from flatshift.finetune.train.small_decoder import SmallDecoder
 
     try:
         model = SmallDecoder(bytes=flags.bytes, hidden=flags.hidden, layers=flags.layers)

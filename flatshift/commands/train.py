@@ -9,16 +9,16 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from experiments.recipe import Resolved, load_recipe, resume_recipe
-from experiments.recipe.auto import axis_flags, mesh_flags, named_axes
-from experiments.recipe.config import keys_by_room
-from experiments.recipe.tree import Branch
-from finetune.errors import UserError
-from finetune.launch import consistency, failure, spawn
-from finetune.run_directory import RECIPE, refuse_old
 from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import data_override, parse, spawn_ranks, split_overrides
+from flatshift.experiments.recipe import Resolved, load_recipe, resume_recipe
+from flatshift.experiments.recipe.auto import axis_flags, mesh_flags, named_axes
+from flatshift.experiments.recipe.config import keys_by_room
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.launch import consistency, failure, spawn
+from flatshift.finetune.run_directory import RECIPE, refuse_old
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run(argv: list[str]) -> int:
 
 def _trained(flags: Flags, begin: Resolved | Path, overrides: Sequence[Branch] = ()) -> int:
     """A recipe trained anew, or a run directory continued."""
-    from experiments.workflows.train import resume, train
+    from flatshift.experiments.workflows.train import resume, train
 
     place = begin if isinstance(begin, Path) else flags.out
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from finetune.errors import UserError
 from flatshift.command_line import parse
+from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class _Page:
 
     def draw(self) -> None:
         """Read the directory anew; what cannot be read yet leaves the page as it was, with the reason above it."""
-        from experiments.report.page import report_html
-        from experiments.results.sweep import read_sweep
+        from flatshift.experiments.report.page import report_html
+        from flatshift.experiments.results.sweep import read_sweep
 
         try:
             data = read_sweep(self.directory)

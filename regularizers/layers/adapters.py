@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.errors import RegularizerError
-from regularizers.layers.sharded import is_sharded
-from regularizers.layers.sites import canonical_name
-from regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.sharded import is_sharded
+from flatshift.regularizers.layers.sites import canonical_name
+from flatshift.regularizers.mesh import ALONE, Placement
 
 _FACTORS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from regularizers.errors import RegularizerError
-from regularizers.layers.forward import ForwardSwap
-from regularizers.layers.fused import FusedNoise, Parts, fusible
-from regularizers.layers.sites import LoraSite
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.forward import ForwardSwap
+from flatshift.regularizers.layers.fused import FusedNoise, Parts, fusible
+from flatshift.regularizers.layers.sites import LoraSite
 
 
 class NoiseBranch:

@@ -1,7 +1,7 @@
 """A layer's forward, replaced for the time of a step and put back without a trace; and a term added to its outputs.
 
-What `regularizers.layers.branch` is for GGPO's frozen noise, the added term is for methods whose term is learned
-(Bi-LoRA) or as large as the weight (SAM over it). The frozen weight is neither read nor written, so it may be
+What `flatshift.regularizers.layers.branch` is for GGPO's frozen noise, the added term is for methods whose term is
+learned (Bi-LoRA) or as large as the weight (SAM over it). The frozen weight is neither read nor written, so it may be
 quantised.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.errors import RegularizerError
-from regularizers.layers.sites import LoraSite, find_lora_sites, refuse_none
-from regularizers.mesh import Placement
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites, refuse_none
+from flatshift.regularizers.mesh import Placement
 
 Forward = Callable[..., Tensor]
 
@@ -72,7 +72,8 @@ class WithTerm:
     def __init__(self, layer: Any, own: Forward, term: Term) -> None:
         self.layer, self.term = layer, term
         self.own = own
-        """The forward that stood there before; `regularizers.layers.fused` may put an equal one in its place."""
+        """The forward that stood there before; `flatshift.regularizers.layers.fused` may put an equal one in its
+        place."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = self.own(x, *args, **kwargs)

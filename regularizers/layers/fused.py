@@ -6,8 +6,8 @@ the layer's output, and autograd does the same backwards. Here
     z = x Aᵀ,   y = x W0ᵀ + s z Bᵀ
 
 is two products and one more that is added in place, and nothing is computed for the frozen weight. With a noise branch
-(`regularizers.layers.branch`) its columns stand beside A and B: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z_{U,B} [U, sB]ᵀ.
-Without one, what is computed is PEFT's forward within rounding.
+(`flatshift.regularizers.layers.branch`) its columns stand beside A and B: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z_{U,B} [U,
+sB]ᵀ. Without one, what is computed is PEFT's forward within rounding.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regularizers.layers.forward import Forward, WithTerm
-from regularizers.layers.frozen import accumulation_dtype, is_quantised
-from regularizers.layers.sites import active_adapters, has_variant, is_lora, linear_shape
+from flatshift.regularizers.layers.forward import Forward, WithTerm
+from flatshift.regularizers.layers.frozen import accumulation_dtype, is_quantised
+from flatshift.regularizers.layers.sites import active_adapters, has_variant, is_lora, linear_shape
 
 
 def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:

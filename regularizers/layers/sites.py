@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.errors import RegularizerError
-from regularizers.layers.frozen import (
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.frozen import (
     adapted_squared_row_norms,
     is_quantised,
     squared_row_norms,
@@ -20,8 +20,8 @@ from regularizers.layers.frozen import (
     value_shape,
     values,
 )
-from regularizers.layers.sharded import Part, compute_device, gathered, is_sharded
-from regularizers.mesh import ALONE, Cut, Placement
+from flatshift.regularizers.layers.sharded import Part, compute_device, gathered, is_sharded
+from flatshift.regularizers.mesh import ALONE, Cut, Placement
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _STAGE = re.compile(r"^part\d+\.")
@@ -48,9 +48,9 @@ class LoraSite:
     """One linear layer with LoRA adapters: y = x (W0 + Σ sBA)ᵀ, W0 of shape (m, n).
 
     m and n are those of this process: under tensor parallelism W0 has `row_cut` and `column_cut` of a larger one. FSDP2
-    may keep a part of W0 (m, n) here, and less of A and B. W0 may be quantised (`regularizers.layers.frozen`); the
-    sites of a model whose quantised weights FSDP2 shards are made, and their norms taken, on all ranks in the same
-    order.
+    may keep a part of W0 (m, n) here, and less of A and B. W0 may be quantised
+    (`flatshift.regularizers.layers.frozen`); the sites of a model whose quantised weights FSDP2 shards are made, and
+    their norms taken, on all ranks in the same order.
     """
 
     name: str

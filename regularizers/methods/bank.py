@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regularizers.config import GGPO
-from regularizers.layers.branch import NoiseBranch
-from regularizers.layers.sharded import Part, gathered
-from regularizers.layers.signs import Streams, stream_id, unpack
-from regularizers.layers.sites import LoraSite
-from regularizers.mesh import ALONE, Cut, Placement
-from regularizers.methods.guidance import debiased, gradient_form, gradient_level, layer_means, power_shares
-from regularizers.methods.samples import Batches, SampleSigns
+from flatshift.regularizers.config import GGPO
+from flatshift.regularizers.layers.branch import NoiseBranch
+from flatshift.regularizers.layers.sharded import Part, gathered
+from flatshift.regularizers.layers.signs import Streams, stream_id, unpack
+from flatshift.regularizers.layers.sites import LoraSite
+from flatshift.regularizers.mesh import ALONE, Cut, Placement
+from flatshift.regularizers.methods.guidance import debiased, gradient_form, gradient_level, layer_means, power_shares
+from flatshift.regularizers.methods.samples import Batches, SampleSigns
 
 
 class Rows:

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from regularizers.config import BAR
-from regularizers.errors import RegularizerError
-from regularizers.layers.adapters import Adapters
-from regularizers.mesh import ALONE, Placement
-from regularizers.methods.checks import (
+from flatshift.regularizers.config import BAR
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.methods.checks import (
     SCHEDULES,
     check_state,
     claim,
@@ -41,7 +41,7 @@ from regularizers.methods.checks import (
     refuse_second_attach,
     release,
 )
-from regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -65,7 +65,8 @@ def factor_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 class BARRegularizer(Regularizer):
-    """See the module's text; made by `regularizers.build(BAR(...))`. Acts in `updated`, so the loop must call it."""
+    """See the module's text; made by `flatshift.regularizers.build(BAR(...))`. Acts in `updated`, so the loop must call
+    it."""
 
     def __init__(self, config: BAR) -> None:
         demand_length("alpha", config.alpha)

@@ -24,13 +24,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regularizers.config import BiLora
-from regularizers.errors import RegularizerError
-from regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
-from regularizers.layers.sites import LoraSite
-from regularizers.mesh import ALONE, Placement
-from regularizers.methods.checks import claim, demand, demand_length, refuse_reentry, refuse_second_attach, release
-from regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.config import BiLora
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
+from flatshift.regularizers.layers.sites import LoraSite
+from flatshift.regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.methods.checks import (
+    claim,
+    demand,
+    demand_length,
+    refuse_reentry,
+    refuse_second_attach,
+    release,
+)
+from flatshift.regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self

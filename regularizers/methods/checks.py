@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from regularizers.errors import RegularizerError
-from regularizers.layers.sites import canonical_name, is_lora
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.sites import canonical_name, is_lora
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -3,9 +3,10 @@
     ε = diag(σ_i) S_U S_V/√k,   S_U (m, k), S_V (k, n) independent random signs,   Cov ε_ij,ε_kl = δ_ik δ_jl σ_i²
 
 The same covariance as dense Gaussian noise with row scales σ_i, never the same distribution. σ_i² is a sum of the row
-norms of W' = W0 + sBA and of the loss gradient with respect to W' (`regularizers.methods.guidance`), the latter from an
-unbiased sketch: probe columns S_P with a zero factor U_P give ∂L/∂U_P = G S_Pᵀ, and q_i = |(∂L/∂U_P)_i|²/k_p has the
-mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2 and later are another method, LoRA-MGPO).
+norms of W' = W0 + sBA and of the loss gradient with respect to W' (`flatshift.regularizers.methods.guidance`), the
+latter from an unbiased sketch: probe columns S_P with a zero factor U_P give ∂L/∂U_P = G S_Pᵀ, and q_i =
+|(∂L/∂U_P)_i|²/k_p has the mean |G_i(W'+ε)|². Source: LoRA-GGPO, arXiv 2502.14538 v1 (v2 and later are another method,
+LoRA-MGPO).
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from typing import TYPE_CHECKING, get_args, get_type_hints
 import torch
 from torch import Tensor, nn
 
-from regularizers.config import GGPO, FlatLora, default_rank
-from regularizers.errors import RegularizerError
-from regularizers.layers.branch import NoiseBranch
-from regularizers.layers.frozen import accumulation_dtype
-from regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
-from regularizers.layers.sites import find_lora_sites, refuse_none
-from regularizers.mesh import ALONE, Placement
-from regularizers.methods import checks
-from regularizers.methods.bank import FIGURES, Bank
-from regularizers.methods.checks import claim, release
-from regularizers.methods.guidance import scheduled_sigma
-from regularizers.methods.samples import Batches
-from regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.config import GGPO, FlatLora, default_rank
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.branch import NoiseBranch
+from flatshift.regularizers.layers.frozen import accumulation_dtype
+from flatshift.regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
+from flatshift.regularizers.layers.sites import find_lora_sites, refuse_none
+from flatshift.regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.methods import checks
+from flatshift.regularizers.methods.bank import FIGURES, Bank
+from flatshift.regularizers.methods.checks import claim, release
+from flatshift.regularizers.methods.guidance import scheduled_sigma
+from flatshift.regularizers.methods.samples import Batches
+from flatshift.regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -73,7 +74,7 @@ def check_settings(config: GGPO) -> None:
 
 
 class GGPORegularizer(Regularizer):
-    """See the module's text; made by `regularizers.build(GGPO(...))`. Inert until `attach`."""
+    """See the module's text; made by `flatshift.regularizers.build(GGPO(...))`. Inert until `attach`."""
 
     def __init__(self, config: GGPO) -> None:
         check_settings(config)

@@ -20,10 +20,10 @@ dense. With M the momentum of the gradient and ḡ the averaged norm of the laye
     D = s (M_B A + B M_A),   ε = ± ρ D/(|D|_F + e) · min(1/(ḡ + e), clamp),   ḡ averages |s (g_B A + B g_A)|_F
 
 where the sign of the code is −. D = P Q with P = s [M_B, B] (m, 2r) and Q = [A; M_A] (2r, n), so that ε is a frozen
-branch of rank 2r on the layer's output (`regularizers.layers.branch`), |D|_F² = Σ (PᵀP) ∘ (QQᵀ), and W0 is never
-written. The authors' repository (llm172/LoRA-MGPO, b45656c, `lora_mgpo/trainer.py`) adds a dense D to W0 in place. Two
-more of its habits are not followed: ḡ there is taken at every micro-batch from a half-accumulated gradient, and M is
-what the optimizer made of *clipped* gradients; here both follow the whole, unclipped gradient of a step.
+branch of rank 2r on the layer's output (`flatshift.regularizers.layers.branch`), |D|_F² = Σ (PᵀP) ∘ (QQᵀ), and W0 is
+never written. The authors' repository (llm172/LoRA-MGPO, b45656c, `lora_mgpo/trainer.py`) adds a dense D to W0 in
+place. Two more of its habits are not followed: ḡ there is taken at every micro-batch from a half-accumulated gradient,
+and M is what the optimizer made of *clipped* gradients; here both follow the whole, unclipped gradient of a step.
 
 For DoRA and other variants D is that of sBA and is added to the layer's output. LoRA layers that are not linear
 (embeddings) train unperturbed.
@@ -39,13 +39,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from regularizers.config import MGPO, MSAM
-from regularizers.errors import RegularizerError
-from regularizers.layers.adapters import Adapters
-from regularizers.layers.branch import NoiseBranch
-from regularizers.layers.sites import LoraSite, find_lora_sites
-from regularizers.mesh import ALONE, Placement
-from regularizers.methods.checks import (
+from flatshift.regularizers.config import MGPO, MSAM
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.layers.branch import NoiseBranch
+from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
+from flatshift.regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.methods.checks import (
     check_state,
     claim,
     demand,
@@ -55,7 +55,7 @@ from regularizers.methods.checks import (
     refuse_second_attach,
     release,
 )
-from regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -82,7 +82,8 @@ def check_settings(config: MGPO | MSAM) -> None:
 
 
 class MomentumRegularizer(Regularizer):
-    """See the module's text; made by `regularizers.build(MGPO(...))` or `build(MSAM(...))`. Inert until `attach`."""
+    """See the module's text; made by `flatshift.regularizers.build(MGPO(...))` or `build(MSAM(...))`. Inert until
+    `attach`."""
 
     def __init__(self, config: MGPO | MSAM) -> None:
         check_settings(config)
@@ -251,7 +252,7 @@ _TINY = 1e-12
 
 
 class LayerMomentumRegularizer(MomentumRegularizer):
-    """See the module's text; made by `regularizers.build(MGPO(form="code"))`."""
+    """See the module's text; made by `flatshift.regularizers.build(MGPO(form="code"))`."""
 
     def __init__(self, config: MGPO) -> None:
         super().__init__(config)

@@ -24,12 +24,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.config import NEFTune
-from regularizers.errors import RegularizerError
-from regularizers.layers.signs import counters, layer_uid, mix64, sign_words, step_id
-from regularizers.mesh import ALONE, Placement
-from regularizers.methods.checks import check_state, claim, demand_length, refuse_reentry, refuse_second_attach, release
-from regularizers.protocol import Regularizer
+from flatshift.regularizers.config import NEFTune
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.signs import counters, layer_uid, mix64, sign_words, step_id
+from flatshift.regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.methods.checks import (
+    check_state,
+    claim,
+    demand_length,
+    refuse_reentry,
+    refuse_second_attach,
+    release,
+)
+from flatshift.regularizers.protocol import Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -38,7 +45,7 @@ _WRAPPERS = ("module", "_orig_mod")
 
 
 class NEFTuneRegularizer(Regularizer):
-    """See the module's text; made by `regularizers.build(NEFTune(...))`."""
+    """See the module's text; made by `flatshift.regularizers.build(NEFTune(...))`."""
 
     def __init__(self, config: NEFTune) -> None:
         demand_length("alpha", config.alpha)

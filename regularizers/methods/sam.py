@@ -36,15 +36,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regularizers.config import ASAM, SAM, LoraSAM
-from regularizers.errors import RegularizerError
-from regularizers.layers.adapters import Adapters, local
-from regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
-from regularizers.layers.fused import shaped
-from regularizers.layers.sharded import is_sharded
-from regularizers.mesh import ALONE, Placement
-from regularizers.methods.checks import claim, demand_length, lora_layers, refuse_reentry, refuse_second_attach, release
-from regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.config import ASAM, SAM, LoraSAM
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.adapters import Adapters, local
+from flatshift.regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
+from flatshift.regularizers.layers.fused import shaped
+from flatshift.regularizers.layers.sharded import is_sharded
+from flatshift.regularizers.mesh import ALONE, Placement
+from flatshift.regularizers.methods.checks import (
+    claim,
+    demand_length,
+    lora_layers,
+    refuse_reentry,
+    refuse_second_attach,
+    release,
+)
+from flatshift.regularizers.protocol import Figures, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.errors import RegularizerError
-from regularizers.layers.signs import counters, sign_words, stream_id, stream_keys, unpack
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.signs import counters, sign_words, stream_id, stream_keys, unpack
 
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 

@@ -1,6 +1,6 @@
 """How sharp is the minimum that an adapter lies in: named measures in two spaces, by ordinary passes only.
 
-    from regularizers.sharpness import Sharpness, measure
+    from flatshift.regularizers.sharpness import Sharpness, measure
 
     found = measure(peft_model, loss, Sharpness(spaces=("adapter",)), seed=0)
     found.measures["adapter"]["lambda_max"].value
@@ -20,11 +20,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from regularizers.sharpness.config import Sharpness
+from flatshift.regularizers.sharpness.config import Sharpness
 
 if TYPE_CHECKING:
-    from regularizers.sharpness.measured import Measured, measure
-    from regularizers.sharpness.measures import (
+    from flatshift.regularizers.sharpness.measured import Measured, measure
+    from flatshift.regularizers.sharpness.measures import (
         Estimate,
         Hessian,
         ascent_rise,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         plane,
         power_iteration,
     )
-    from regularizers.sharpness.spaces import AdapterSpace, FullSpace, Objective, Space
+    from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, Objective, Space
 
 __all__ = [
     "AdapterSpace",
@@ -60,7 +60,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:  # all but the settings bring torch
         for home in ("spaces", "measures", "measured"):
-            module = import_module(f"regularizers.sharpness.{home}")
+            module = import_module(f"flatshift.regularizers.sharpness.{home}")
             if hasattr(module, name):
                 return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from regularizers.errors import RegularizerError
+from flatshift.regularizers.errors import RegularizerError
 
 SpaceName = Literal["adapter", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharpness:
-    """Settings of `regularizers.sharpness.measure`. Raises RegularizerError for a value without a meaning."""
+    """Settings of `flatshift.regularizers.sharpness.measure`. Raises RegularizerError for a value without a meaning."""
 
     spaces: tuple[SpaceName, ...] = ("adapter", "full")
     """`adapter`: the trained LoRA factors θ = (A, B). `full`: the adapted weights W' = W0 + sBA of linear layers."""
@@ -78,7 +78,7 @@ LADDER = 8
 
 
 def measure_name(key: str) -> str:
-    """`rise_sigma_0.05` → `mean rise at σ = 0.05`; keys as in `regularizers.sharpness.Measured`."""
+    """`rise_sigma_0.05` → `mean rise at σ = 0.05`; keys as in `flatshift.regularizers.sharpness.Measured`."""
     fixed = {"lambda_max": "λ_max", "lambda_min": "λ_min", "trace": "trace of the Hessian"}
     if key in fixed:
         return fixed[key]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from regularizers.errors import RegularizerError
-from regularizers.sharpness.config import Sharpness
-from regularizers.sharpness.measures import (
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.sharpness.config import Sharpness
+from flatshift.regularizers.sharpness.measures import (
     Estimate,
     Hessian,
     Line,
@@ -25,7 +25,7 @@ from regularizers.sharpness.measures import (
     line,
     plane,
 )
-from regularizers.sharpness.spaces import AdapterSpace, FullSpace, Loss, Objective, Space
+from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, Loss, Objective, Space
 
 _SPACES: dict[str, type[AdapterSpace] | type[FullSpace]] = {"adapter": AdapterSpace, "full": FullSpace}
 
@@ -80,7 +80,7 @@ def measure(
     """Measure the neighbourhood of a PEFT model's weights, in evaluation mode; nothing of the model is changed.
 
     Args:
-        loss: the loss over fixed batches (`regularizers.sharpness.spaces.Loss`).
+        loss: the loss over fixed batches (`flatshift.regularizers.sharpness.spaces.Loss`).
         seed: of every random direction. The same seed gives models of one architecture the same directions, up to the
             lengths of their rows.
         progress: told of every evaluation: how many passes are done, of at most `settings.passes()`, and for what.

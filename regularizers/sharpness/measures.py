@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from regularizers.sharpness.config import LADDER
-from regularizers.sharpness.spaces import Objective, Space, dot, norm
+from flatshift.regularizers.sharpness.config import LADDER
+from flatshift.regularizers.sharpness.spaces import Objective, Space, dot, norm
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from regularizers.config import default_rank
-from regularizers.errors import RegularizerError
-from regularizers.layers.adapters import Adapters
-from regularizers.layers.frozen import is_quantised
-from regularizers.layers.signs import Side, signs
-from regularizers.layers.sites import LoraSite, find_lora_sites
+from flatshift.regularizers.config import default_rank
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.layers.frozen import is_quantised
+from flatshift.regularizers.layers.signs import Side, signs
+from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
 """Gives the loss over fixed batches: a scalar, or an iterable of scalar terms whose sum it is. A generator is best for
@@ -169,8 +169,8 @@ class Space(ABC):
 
 
 class AdapterSpace(Space):
-    """θ = (A, B) of all trained LoRA factors (`regularizers.layers.adapters`). They are moved in place and put back
-    bit for bit. What is trained besides, such as a classifier's head, is held fixed."""
+    """θ = (A, B) of all trained LoRA factors (`flatshift.regularizers.layers.adapters`). They are moved in place and
+    put back bit for bit. What is trained besides, such as a classifier's head, is held fixed."""
 
     name = "adapter"
 

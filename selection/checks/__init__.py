@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selection.checks.check import Checked, Mixtures, Refit, Sample, check_selection, sample_pool
-    from selection.checks.coverage import Coverage, target_coverage
+    from flatshift.selection.checks.check import Checked, Mixtures, Refit, Sample, check_selection, sample_pool
+    from flatshift.selection.checks.coverage import Coverage, target_coverage
 
 __all__ = [
     "Checked",
@@ -24,5 +24,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in __all__:
         home = "coverage" if name in ("Coverage", "target_coverage") else "check"
-        return getattr(importlib.import_module(f"selection.checks.{home}"), name)
+        return getattr(importlib.import_module(f"flatshift.selection.checks.{home}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from selection.methods.base import UNITS, Pool, Progress, placed, unit_weights
-from selection.methods.gotd import GotDSelector
-from selection.transport.dense import solve_dense
-from selection.transport.kernel import Kernel
-from selection.transport.problem import pose
-from selection.transport.rows import StreamedRows
+from flatshift.selection.methods.base import UNITS, Pool, Progress, placed, unit_weights
+from flatshift.selection.methods.gotd import GotDSelector
+from flatshift.selection.transport.dense import solve_dense
+from flatshift.selection.transport.kernel import Kernel
+from flatshift.selection.transport.problem import pose
+from flatshift.selection.transport.rows import StreamedRows
 
 _NEAR = 5
 """Rows up to this rank, in multiples of the budget, are sampled as densely as the selection itself: what another

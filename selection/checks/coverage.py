@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from selection.methods.base import UNITS, Progress, placed
-from selection.methods.neighbours import nearest_rows
+from flatshift.selection.methods.base import UNITS, Progress, placed
+from flatshift.selection.methods.neighbours import nearest_rows
 
 _FELLOWS = 2000
 _QUANTILE = 0.95

@@ -19,8 +19,8 @@ from typing import IO, Literal
 
 import numpy as np
 
-from selection.errors import SelectionError, is_disk_full
-from selection.features.matrix import ShardedRows
+from flatshift.selection.errors import SelectionError, is_disk_full
+from flatshift.selection.features.matrix import ShardedRows
 
 SHARD_ROWS = 8192
 Embed = Callable[[list[str]], np.ndarray]

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from selection.errors import SelectionError
-from selection.features.matrix import ShardedRows, load_features
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.matrix import ShardedRows, load_features
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "flatshift features", 1
 TYPES = ("float16", "float32", "float64")
@@ -100,7 +100,7 @@ def open_directory(directory: str | Path, flag: str = "features") -> FeatureDire
         status = path.stat()
     except OSError:
         raise SelectionError(
-            f"{flag}: {root} has no {MANIFEST}; `selection.features.seal` writes it when all shards are there"
+            f"{flag}: {root} has no {MANIFEST}; `flatshift.selection.features.seal` writes it when all shards are there"
         ) from None
     return _opened(root, flag, status.st_mtime_ns, status.st_size)
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from selection.errors import SelectionError
-from selection.features.pooling import normalised
-from selection.lazy import np
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.pooling import normalised
+from flatshift.selection.lazy import np
 
 
 class HashedNgrams:

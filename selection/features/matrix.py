@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from selection.errors import SelectionError
-from selection.lazy import np
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from selection.errors import SelectionError
-from selection.lazy import np
-from selection.validation import check
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
+from flatshift.selection.validation import check
 
 EncodeBatch = Callable[[list[str]], tuple[Any, Any]]
 """texts of a batch -> (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from selection.errors import SelectionError
+from flatshift.selection.errors import SelectionError
 
 _BLOCK = 1024
 """Input columns whose signs exist at once. Part of the definition: it decides which generator draws which sign."""

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from selection.errors import SelectionError
-from selection.features.cache import written_whole
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.cache import written_whole
 
 _TEXTS = 512
 

@@ -15,10 +15,10 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from selection.errors import SelectionError
-from selection.features.pooling import normalised, read_json
-from selection.lazy import np
-from selection.validation import check
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.pooling import normalised, read_json
+from flatshift.selection.lazy import np
+from flatshift.selection.validation import check
 
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")

@@ -16,10 +16,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from selection.errors import SelectionError
-from selection.features.pooling import normalised
-from selection.lazy import np
-from selection.validation import check
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.pooling import normalised
+from flatshift.selection.lazy import np
+from flatshift.selection.validation import check
 
 _CHUNK = 4096
 """Texts whose counts are held at a time."""
@@ -155,7 +155,7 @@ class TfIdfEmbedder:
 
 def load_fitted(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> None:
     """Restore `embedder` from `path` (.npz), or call `fit` and write it there whole. A broken file is fitted anew."""
-    from selection.features.cache import written_whole
+    from flatshift.selection.features.cache import written_whole
 
     try:
         with np.load(path, allow_pickle=False) as stored:

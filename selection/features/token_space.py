@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from selection.errors import SelectionError
-from selection.features.tokens import CHUNK, Tokenize, TokenRows, grams
-from selection.lazy import np
-from selection.validation import check
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import CHUNK, Tokenize, TokenRows, grams
+from flatshift.selection.lazy import np
+from flatshift.selection.validation import check
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from selection.errors import SelectionError
-from selection.lazy import np
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
 
 CHUNK = 8192
 """Texts whose tokens are looked at together."""

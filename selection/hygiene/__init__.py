@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from selection.hygiene.config import Decontaminate, Hygiene, Language, Length, NearDuplicates, Repetition
+from flatshift.selection.hygiene.config import Decontaminate, Hygiene, Language, Length, NearDuplicates, Repetition
 
 if TYPE_CHECKING:
-    from selection.hygiene.listed import Listed
-    from selection.hygiene.steps import Cleaned, Reference, clean
+    from flatshift.selection.hygiene.listed import Listed
+    from flatshift.selection.hygiene.steps import Cleaned, Reference, clean
 
 __all__ = [
     "Cleaned",
@@ -30,5 +30,5 @@ _HOME = {"Cleaned": "steps", "Reference": "steps", "clean": "steps", "Listed": "
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"selection.hygiene.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"flatshift.selection.hygiene.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from selection.errors import SelectionError
+from flatshift.selection.errors import SelectionError
 
 WORKING_GIB = 0.125
 """What batches of texts and of pairs take beside the keys that are sorted."""
@@ -60,12 +60,12 @@ class Language:
     """Drop records in another language, told by script and by common words. A heuristic without a download."""
 
     keep: tuple[str, ...] = ("en",)
-    """ISO 639-1 codes to keep; `selection.hygiene.filters.KNOWN` lists those that can be told."""
+    """ISO 639-1 codes to keep; `flatshift.selection.hygiene.filters.KNOWN` lists those that can be told."""
     undecided: Literal["keep", "drop"] = "keep"
     """What becomes of a text with too few common words to tell, such as a headline or a formula."""
 
     def __post_init__(self) -> None:
-        from selection.hygiene.filters import KNOWN
+        from flatshift.selection.hygiene.filters import KNOWN
 
         if not self.keep:
             raise SelectionError("keep must name at least one language, for example [en]")

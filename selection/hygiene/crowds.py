@@ -9,8 +9,8 @@ import numpy as np
 from scipy.sparse import coo_matrix
 from scipy.sparse.csgraph import connected_components
 
-from selection.hygiene.external_sort import Keyed, sort_keys
-from selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.hygiene.external_sort import Keyed, sort_keys
+from flatshift.selection.hygiene.store import Growing, blocks, made
 
 WINDOW = 64
 """A row is compared with the first row that has its key and with this many before it. So in a crowd of more than 65

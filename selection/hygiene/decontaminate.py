@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from selection.hygiene import config
-from selection.hygiene.shingles import WORDS, WordHashes, windows
-from selection.hygiene.store import Growing, blocks
+from flatshift.selection.hygiene import config
+from flatshift.selection.hygiene.shingles import WORDS, WordHashes, windows
+from flatshift.selection.hygiene.store import Growing, blocks
 
 Spans = list[tuple[int, int]]
 _FILTER_BITS = 20

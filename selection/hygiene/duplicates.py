@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from selection.hygiene import config
-from selection.hygiene.crowds import Crowds, Groups, leaders
-from selection.hygiene.external_sort import Keyed
-from selection.hygiene.minhash import MinHasher, band_keys, bands_for
-from selection.hygiene.shingles import Shingler, mix
-from selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.hygiene import config
+from flatshift.selection.hygiene.crowds import Crowds, Groups, leaders
+from flatshift.selection.hygiene.external_sort import Keyed
+from flatshift.selection.hygiene.minhash import MinHasher, band_keys, bands_for
+from flatshift.selection.hygiene.shingles import Shingler, mix
+from flatshift.selection.hygiene.store import Growing, blocks, made
 
 
 def normalise(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from selection.hygiene.store import Growing, blocks
+from flatshift.selection.hygiene.store import Growing, blocks
 
 Keyed = tuple[np.ndarray, np.ndarray]
 """keys (n,) uint64 and the rows (n,) int64 that they are of."""

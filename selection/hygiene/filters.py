@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from selection.hygiene.shingles import WORDS, WordHashes, mix, windows
+from flatshift.selection.hygiene.shingles import WORDS, WordHashes, mix, windows
 
 if TYPE_CHECKING:
-    from selection.hygiene import config
+    from flatshift.selection.hygiene import config
 
 # Function words, the commonest first in no strict order; a word may belong to several languages.
 _COMMON = {

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from selection.hygiene.duplicates import ExactDuplicates
-from selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.hygiene.duplicates import ExactDuplicates
+from flatshift.selection.hygiene.store import Growing, blocks, made
 
 _IDS = 4096
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from selection.errors import SelectionError
-from selection.hygiene.shingles import mix
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.hygiene.shingles import mix
 
 _TILE = 1 << 16  # hashes worked on at a time: two such arrays stay in the processor's cache
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from selection.errors import SelectionError
-from selection.hygiene.config import WORKING_GIB, Hygiene
-from selection.hygiene.decontaminate import Decontaminator, Spans
-from selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
-from selection.hygiene.filters import judge
-from selection.hygiene.listed import Listed
-from selection.hygiene.store import Growing, blocks, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.hygiene.config import WORKING_GIB, Hygiene
+from flatshift.selection.hygiene.decontaminate import Decontaminator, Spans
+from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
+from flatshift.selection.hygiene.filters import judge
+from flatshift.selection.hygiene.listed import Listed
+from flatshift.selection.hygiene.store import Growing, blocks, made
 
 Progress = Callable[[str, int], None]
 """Called as (what is done, rows so far)."""

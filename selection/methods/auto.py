@@ -12,21 +12,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.features.tokens import text_sums
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, keyed_uniform, need
-from selection.methods.classifier import Classifier
-from selection.methods.cynical import Cynical
-from selection.methods.dsir import DSIR
-from selection.methods.gotd import GotD
-from selection.methods.knn import KNN
-from selection.methods.moore_lewis import MooreLewis
-from selection.methods.random import RandomSelector
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import (
+    Pool,
+    Progress,
+    Selector,
+    Target,
+    checked_budget,
+    finite_number,
+    keyed_uniform,
+    need,
+)
+from flatshift.selection.methods.classifier import Classifier
+from flatshift.selection.methods.cynical import Cynical
+from flatshift.selection.methods.dsir import DSIR
+from flatshift.selection.methods.gotd import GotD
+from flatshift.selection.methods.knn import KNN
+from flatshift.selection.methods.moore_lewis import MooreLewis
+from flatshift.selection.methods.random import RandomSelector
+from flatshift.selection.validation import Around, check, made
 
 if TYPE_CHECKING:
-    from selection.features.tokens import TokenRows
+    from flatshift.selection.features.tokens import TokenRows
 
 _TRIED: dict[str, Any] = {
     "cynical": Cynical,
@@ -101,7 +110,7 @@ class AutoSelector(Selector):
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs tokens on both sides, and what each of `tried` needs; one that fails is left out with its reason."""
-        from selection.methods.ngrams import KneserNey
+        from flatshift.selection.methods.ngrams import KneserNey
 
         finite_number(self.holdout, "holdout", above=0.0, most=0.9)
         if self.budget is None:
@@ -167,7 +176,7 @@ class AutoSelector(Selector):
 
     def _read(self, rows: TokenRows, order: np.ndarray, most: int, reference: Any, aims: TokenRows) -> np.ndarray:
         """(M,) nats of each held-out text, once the model has read the first `most` tokens of a selection."""
-        from selection.methods.ngrams import KneserNey, trigrams
+        from flatshift.selection.methods.ngrams import KneserNey, trigrams
 
         reached = np.cumsum(rows.lengths[order])
         chosen = order[: int(np.searchsorted(reached, most)) + 1]

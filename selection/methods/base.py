@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, ClassVar, Self
 
-from selection.errors import SelectionError
-from selection.lazy import np
-from selection.validation import feature_matrix, strings
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
+from flatshift.selection.validation import feature_matrix, strings
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
@@ -98,7 +98,7 @@ class Selector:
                 )
         sides = Pool(texts=pool), Pool(texts=target)
         if embedder is None:
-            from selection.features.tfidf import TfIdfEmbedder
+            from flatshift.selection.features.tfidf import TfIdfEmbedder
 
             embedder = TfIdfEmbedder()
         if hasattr(embedder, "fit_transform"):

@@ -9,13 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, keyed_uniform, need
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import (
+    Pool,
+    Progress,
+    Selector,
+    Target,
+    behind,
+    finite_number,
+    keyed_uniform,
+    need,
+)
+from flatshift.selection.validation import Around, check, made
 
 if TYPE_CHECKING:
-    from selection.features.tokens import TokenRows
+    from flatshift.selection.features.tokens import TokenRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +123,7 @@ class ClassifierSelector(Selector):
 
     def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
         """For each text what each of its tokens said for it: its weight and that of its pair with the one before."""
-        from selection.methods.dsir import mix
+        from flatshift.selection.methods.dsir import mix
 
         weights, buckets, out = self._weights[:, :-1].mean(0), np.uint64(self.buckets), []
         for row in rows:
@@ -129,7 +138,7 @@ class ClassifierSelector(Selector):
         """(buckets + 1,) weights and intercept."""
         from sklearn.linear_model import LogisticRegression
 
-        from selection.features.tokens import TokenRows
+        from flatshift.selection.features.tokens import TokenRows
 
         examples: list[Any] = [*(rows[int(i)] for i in half), *wanted]
         some = TokenRows.of(examples, rows.size)
@@ -145,8 +154,8 @@ class ClassifierSelector(Selector):
         """CSR (n, buckets) float64: one over the root of how many a text has, for each of its distinct n-grams."""
         from scipy.sparse import csr_matrix
 
-        from selection.features.tokens import grams
-        from selection.methods.dsir import mix
+        from flatshift.selection.features.tokens import grams
+        from flatshift.selection.methods.dsir import mix
 
         keys, text_of = grams(flat, lengths, size)
         # A repeated n-gram counts once: a line of slashes is no evidence for anything.

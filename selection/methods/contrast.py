@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError, TooLittleMemory
-from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
-from selection.methods.gotd import check_transport, memory_bytes
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError, TooLittleMemory
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
+from flatshift.selection.methods.gotd import check_transport, memory_bytes
+from flatshift.selection.validation import Around, check, made
 
 if TYPE_CHECKING:
-    from selection.transport.solver import Potentials
+    from flatshift.selection.transport.solver import Potentials
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class GotDContrastSelector(Selector):
         return self
 
     def _solve(self, pool: Pool, x: Any, side: Target, y: Any, progress: Progress | None) -> Potentials:
-        from selection.transport.solver import sinkhorn_potentials  # brings torch
+        from flatshift.selection.transport.solver import sinkhorn_potentials  # brings torch
 
         return sinkhorn_potentials(
             x,

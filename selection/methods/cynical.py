@@ -14,14 +14,23 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
-from selection.errors import SelectionError
-from selection.features.tokens import text_sums
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, behind, checked_budget, finite_number, need
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import (
+    Pool,
+    Progress,
+    Selector,
+    Target,
+    behind,
+    checked_budget,
+    finite_number,
+    need,
+)
+from flatshift.selection.validation import Around, check, made
 
 if TYPE_CHECKING:
-    from selection.features.tokens import TokenRows
+    from flatshift.selection.features.tokens import TokenRows
 
 _ORDERS = (1, 2, 3)
 _BLOCK = 256
@@ -275,7 +284,7 @@ class _TargetNgrams:
     of its order."""
 
     def __init__(self, aims: TokenRows):
-        from selection.methods.ngrams import checked_vocabulary, trigrams
+        from flatshift.selection.methods.ngrams import checked_vocabulary, trigrams
 
         flat, lengths = aims.part(0, len(aims))
         self._size = checked_vocabulary(aims.size)
@@ -294,7 +303,7 @@ class _TargetNgrams:
 
     def find(self, flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
         """By order, (T,) int64: the number of the n-gram that ends in each token, −1 where the target has it not."""
-        from selection.methods.ngrams import trigrams
+        from flatshift.selection.methods.ngrams import trigrams
 
         whole = trigrams(flat, lengths, self._size)
         out = [self._single[flat]]

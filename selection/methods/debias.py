@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from selection.methods.base import UNITS, Pool, Progress, keyed_uniform, placed, unit_weights
-from selection.validation import feature_matrix
+from flatshift.selection.methods.base import UNITS, Pool, Progress, keyed_uniform, placed, unit_weights
+from flatshift.selection.validation import feature_matrix
 
 _TOLERANCE = 1e-10
 _MAX_ITERATIONS = 5_000

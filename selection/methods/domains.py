@@ -6,11 +6,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from selection.errors import SelectionError
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number
-from selection.methods.random import RandomSelector
-from selection.validation import real_weights
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number
+from flatshift.selection.methods.random import RandomSelector
+from flatshift.selection.validation import real_weights
 
 
 class DomainsSelector(Selector):

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.features.tokens import text_sums
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
+from flatshift.selection.validation import Around, check, made
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024

@@ -7,12 +7,21 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.methods.base import Pool, Progress, Selector, Target, checked_budget, finite_number, need, unit_weights
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.methods.base import (
+    Pool,
+    Progress,
+    Selector,
+    Target,
+    checked_budget,
+    finite_number,
+    need,
+    unit_weights,
+)
+from flatshift.selection.validation import Around, check, made
 
 if TYPE_CHECKING:
-    from selection.transport.solver import Potentials
+    from flatshift.selection.transport.solver import Potentials
 
 
 def check_transport(settings: Any) -> None:
@@ -83,11 +92,12 @@ class GotDSelector(Selector):
     `sinkhorn_potentials`, with a group all rows are this process's; in rounds, `state` has a folder for each solve.
     budget: how many will be selected, if that is known; the overlap that the solver measures is then about it.
 
-    rounds above 1: `selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a round are
-    its calibrated gradients, lowered by a constant where that is needed to come before the next round's (a gradient
-    knows no absolute level); `gradients_` has them as they were.
-    debiased: s_i of f − p, p the pool's potential to itself (`selection.methods.debias`): the gradient of the Sinkhorn
-    divergence OT_ε(pool, target) − ½OT_ε(pool, pool) − ½OT_ε(target, target). self_sample: rows that stand for it.
+    rounds above 1: `flatshift.selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a
+    round are its calibrated gradients, lowered by a constant where that is needed to come before the next round's (a
+    gradient knows no absolute level); `gradients_` has them as they were.
+    debiased: s_i of f − p, p the pool's potential to itself (`flatshift.selection.methods.debias`): the gradient of the
+    Sinkhorn divergence OT_ε(pool, target) − ½OT_ε(pool, pool) − ½OT_ε(target, target). self_sample: rows that stand for
+    it.
     """
 
     signed = True
@@ -140,7 +150,7 @@ class GotDSelector(Selector):
         self.nearest_target_ = self.potentials_.nearest
         self.diagnostics_ = self.potentials_.diagnostics()
         if self.debiased:
-            from selection.methods.debias import self_potential
+            from flatshift.selection.methods.debias import self_potential
 
             found = self_potential(
                 pool,
@@ -157,7 +167,7 @@ class GotDSelector(Selector):
         return self
 
     def _fit_rounds(self, pool: Pool, target: Target, progress: Progress | None) -> Self:
-        from selection.methods.rounds import choose_in_rounds  # brings torch
+        from flatshift.selection.methods.rounds import choose_in_rounds  # brings torch
 
         if self.debiased:
             raise SelectionError("gotd cannot be debiased over several rounds; set rounds to 1 or debiased to false")
@@ -200,7 +210,7 @@ class GotDSelector(Selector):
         held_bytes: int = 0,
         state: str | None = None,
     ) -> Potentials:
-        from selection.transport.solver import sinkhorn_potentials  # brings torch
+        from flatshift.selection.transport.solver import sinkhorn_potentials  # brings torch
 
         return sinkhorn_potentials(
             x,

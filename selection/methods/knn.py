@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from selection.methods.base import Pool, Progress, Selector, Target, need
-from selection.validation import Around, made
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, need
+from flatshift.selection.validation import Around, made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class KNNSelector(Selector):
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides."""
-        from selection.methods.neighbours import nearest_rows  # brings torch
+        from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
 
         x, y = need(pool, target, "features", "knn")
         found = nearest_rows(x, y, 0, chunk=self.chunk, progress=progress)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
-from selection.validation import Around, checked_chunk, made, no_overflow
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
+from flatshift.selection.validation import Around, checked_chunk, made, no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class LessSelector(Selector):
         return names, sums / np.bincount(member)[:, None]
 
     def _normalised(self, rows: Any, side: str, offset: int) -> np.ndarray:
-        from selection.transport.problem import finite_rows  # brings torch
+        from flatshift.selection.transport.problem import finite_rows  # brings torch
 
         wide = np.asarray(rows, dtype=np.float64)
         finite_rows(wide, side, offset)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from selection.methods.base import Pool, Progress, Selector, Target
-from selection.methods.perplexity import Measure, PerplexitySelector
-from selection.validation import Around, check, made
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target
+from flatshift.selection.methods.perplexity import Measure, PerplexitySelector
+from flatshift.selection.validation import Around, check, made
 
 
 @dataclass(frozen=True, kw_only=True)

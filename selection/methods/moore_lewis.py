@@ -11,14 +11,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.features.tokens import text_sums
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import text_sums
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
+from flatshift.selection.validation import Around, check, made
 
 if TYPE_CHECKING:
-    from selection.features.tokens import TokenRows
+    from flatshift.selection.features.tokens import TokenRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,10 +54,10 @@ class MooreLewisSelector(Selector):
     """Scores by −(Σ_t g_t + prior·ḡ) / (n + prior) over the n tokens t of a text, where
     g_t = log (share·p_target + (1 − share)·p_pool)/p_pool, and ḡ is the mean of the texts' mean gains.
 
-    p: interpolated modified Kneser–Ney trigrams (`selection.methods.ngrams`), of all target and all pool texts. The
-    ratio of one token is at least 1 − share, so that no single token damns a text; share near 0 gives the order of the
-    mean ratio itself, which is the gradient of the target's cross-entropy as the pool's model takes up a text, share 1
-    that of Moore and Lewis. `prior` shrinks short texts to the pool's mean. Texts of fewer than `minimum`
+    p: interpolated modified Kneser–Ney trigrams (`flatshift.selection.methods.ngrams`), of all target and all pool
+    texts. The ratio of one token is at least 1 − share, so that no single token damns a text; share near 0 gives the
+    order of the mean ratio itself, which is the gradient of the target's cross-entropy as the pool's model takes up a
+    text, share 1 that of Moore and Lewis. `prior` shrinks short texts to the pool's mean. Texts of fewer than `minimum`
     tokens follow behind all others, among themselves by their scores. memory_gib: of the pool's model. Weights are
     ignored. `evidence` says which tokens spoke for a text.
     """
@@ -70,7 +70,7 @@ class MooreLewisSelector(Selector):
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs tokens on both sides. The pool is read twice."""
-        from selection.methods.ngrams import ROW_BYTES, KneserNey, TrigramCounts
+        from flatshift.selection.methods.ngrams import ROW_BYTES, KneserNey, TrigramCounts
 
         finite_number(self.share, "share", above=0.0, most=1.0)
         finite_number(self.prior, "prior", least=0.0)
@@ -121,7 +121,7 @@ class MooreLewisSelector(Selector):
         return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1]) if len(rows) else []
 
     def _gains(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
-        from selection.methods.ngrams import trigrams
+        from flatshift.selection.methods.ngrams import trigrams
 
         model, reference = self._models
         keys, back = np.unique(trigrams(flat, lengths, size), return_inverse=True)

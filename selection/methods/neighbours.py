@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from selection.methods.base import Progress
-from selection.transport.problem import finite_rows
-from selection.validation import checked_chunk, feature_matrix, no_overflow, same_width
+from flatshift.selection.methods.base import Progress
+from flatshift.selection.transport.problem import finite_rows
+from flatshift.selection.validation import checked_chunk, feature_matrix, no_overflow, same_width
 
 _EXACT_FLOPS = 1e11
 """Work up to which products are float64; above, candidates are found in float32 (their distances stay float64)."""

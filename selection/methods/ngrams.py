@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from selection.errors import SelectionError
-from selection.features.tokens import TokenRows
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.tokens import TokenRows
 
 MOST_TOKENS = (1 << 21) - 2
 """Of a vocabulary: three tokens make a key of 63 bits."""

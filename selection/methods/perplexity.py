@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, need
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, need
+from flatshift.selection.validation import Around, check, made
 
 Measure = Callable[[Sequence[str]], Any]
 """texts -> (len(texts),) mean −log p per token of each; called with batches in file order."""

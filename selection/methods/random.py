@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform
-from selection.validation import Around, made
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform
+from flatshift.selection.validation import Around, made
 
 
 @dataclass(frozen=True, kw_only=True)

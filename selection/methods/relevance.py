@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from selection.errors import SelectionError
-from selection.methods.base import UNITS, placed
-from selection.transport import sinkhorn_potentials
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.methods.base import UNITS, placed
+from flatshift.selection.transport import sinkhorn_potentials
 
 
 def sample_domains(

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
-from selection.validation import Around, check, made, no_overflow
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
+from flatshift.selection.validation import Around, check, made, no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class RoundRobinSelector(Selector):
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides."""
-        from selection.methods.neighbours import nearest_rows  # brings torch
+        from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
 
         finite_number(self.neighbours, "neighbours", least=1)
         x, y = need(pool, target, "features", "round-robin")

@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from selection.methods.base import UNITS, Pool, Progress, Target, keyed_uniform, need, placed, unit_weights
-from selection.transport.problem import finite_rows
-from selection.transport.solver import Potentials
-from selection.validation import real_weights
+from flatshift.selection.methods.base import UNITS, Pool, Progress, Target, keyed_uniform, need, placed, unit_weights
+from flatshift.selection.transport.problem import finite_rows
+from flatshift.selection.transport.solver import Potentials
+from flatshift.selection.validation import real_weights
 
 Solve = Callable[..., Potentials]
 """(x, y, a, b, relative epsilon, progress, held_bytes=) -> Potentials."""

@@ -5,13 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from selection.errors import SelectionError
-from selection.lazy import np
-from selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, keyed_uniform, need
-from selection.validation import Around, check, made
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.lazy import np
+from flatshift.selection.methods.base import (
+    Pool,
+    Progress,
+    Selector,
+    Target,
+    behind,
+    finite_number,
+    keyed_uniform,
+    need,
+)
+from flatshift.selection.validation import Around, check, made
 
 if TYPE_CHECKING:
-    from selection.methods.neighbours import Nearest
+    from flatshift.selection.methods.neighbours import Nearest
 
 _FIRST = 64
 """Neighbours of each target that are looked at first."""
@@ -61,8 +70,8 @@ class TSDSSelector(Selector):
     target, and the work is M·K² instead of the square of their union. Rows that receive no mass follow, by
     squared distance to the nearest target.
 
-    alpha, scale (C), sigma, neighbours: see `selection.config.TSDS`. chunk: rows per tile. `probabilities_` (N,) is p.
-    Distances are absolute: the defaults suit L2-normalised features. Ignores weights.
+    alpha, scale (C), sigma, neighbours: see `flatshift.selection.config.TSDS`. chunk: rows per tile. `probabilities_`
+    (N,) is p. Distances are absolute: the defaults suit L2-normalised features. Ignores weights.
     """
 
     def __init__(
@@ -84,7 +93,7 @@ class TSDSSelector(Selector):
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
         """Needs features on both sides."""
-        from selection.methods.neighbours import nearest_rows  # brings torch
+        from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
 
         finite_number(self.alpha, "alpha", above=0.0, most=1.0)
         finite_number(self.scale, "scale", above=0.0)
@@ -115,7 +124,7 @@ class TSDSSelector(Selector):
         Densities are most of the work and only matter as far as mass reaches, so neighbours are looked at in doubling
         numbers until every target is full before the last of them. The answer is that of all neighbours at once.
         """
-        from selection.methods.neighbours import densities, local_densities
+        from flatshift.selection.methods.neighbours import densities, local_densities
 
         union, place = np.unique(found.rows, return_inverse=True)
         place = place.reshape(found.rows.shape)

@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from selection.transport.progress import Eta
-    from selection.transport.solver import Potentials, sinkhorn_potentials
+    from flatshift.selection.transport.progress import Eta
+    from flatshift.selection.transport.solver import Potentials, sinkhorn_potentials
 
 _HOME = {"Eta": "progress", "Potentials": "solver", "sinkhorn_potentials": "solver"}
 
@@ -16,5 +16,5 @@ __all__ = ["Eta", "Potentials", "sinkhorn_potentials"]
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
-        return getattr(importlib.import_module(f"selection.transport.{_HOME[name]}"), name)
+        return getattr(importlib.import_module(f"flatshift.selection.transport.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selection.transport.kernel import Evaluation, Kernel
+from flatshift.selection.transport.kernel import Evaluation, Kernel
 
 NEWTON_MAX_COLUMNS = 4096
 """Above this the M×M factor costs more than the iterations it saves."""

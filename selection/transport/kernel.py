@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from selection.transport.blocks import tiles
-from selection.transport.ranks import Team
-from selection.transport.rows import Rows
-from selection.transport.threads import Crew, flushes
+from flatshift.selection.transport.blocks import tiles
+from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.rows import Rows
+from flatshift.selection.transport.threads import Crew, flushes
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of one tile: large enough for GEMM to run at full speed, on CPUs small enough to stay in cache behind it."""

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selection.errors import SelectionError, TooLittleMemory
-from selection.transport.blocks import BLOCK, block_sums
-from selection.transport.dense import inverse_hessian, solve_dense
-from selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
-from selection.transport.problem import Problem
-from selection.transport.ranks import Team
-from selection.transport.rows import DenseRows, StreamedRows
-from selection.transport.settings import (
+from flatshift.selection.errors import SelectionError, TooLittleMemory
+from flatshift.selection.transport.blocks import BLOCK, block_sums
+from flatshift.selection.transport.dense import inverse_hessian, solve_dense
+from flatshift.selection.transport.kernel import TILE_BYTES, Evaluation, Kernel, Streamed
+from flatshift.selection.transport.problem import Problem
+from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.rows import DenseRows, StreamedRows
+from flatshift.selection.transport.settings import (
     Settings,
     Solved,
     Threshold,
@@ -32,7 +32,7 @@ from selection.transport.settings import (
     measured,
     threshold,
 )
-from selection.transport.state import Standing, Store, identity
+from flatshift.selection.transport.state import Standing, Store, identity
 
 THINNED = 40
 """Rows per target from which a quarter of the subsample is solved before the whole of it."""

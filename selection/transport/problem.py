@@ -16,11 +16,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from selection.errors import BadRow, SelectionError
-from selection.transport.blocks import Tree
-from selection.transport.ranks import Team
-from selection.transport.threads import Crew
-from selection.validation import feature_matrix, no_overflow, real_weights, same_width
+from flatshift.selection.errors import BadRow, SelectionError
+from flatshift.selection.transport.blocks import Tree
+from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.threads import Crew
+from flatshift.selection.validation import feature_matrix, no_overflow, real_weights, same_width
 
 COSTS = ("sqeuclidean", "cosine")
 

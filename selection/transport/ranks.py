@@ -2,8 +2,8 @@
 
 What travels: sums of M numbers, scalars, the subsample's rows once and to the first member only, which solves it for
 all, and messages of refusal. With no group every method is the identity. Without torch.distributed the class is the
-same with one member. Where every member but the last holds whole blocks of rows (`selection.transport.blocks`), no sum
-depends on how many members there are, to the bit.
+same with one member. Where every member but the last holds whole blocks of rows
+(`flatshift.selection.transport.blocks`), no sum depends on how many members there are, to the bit.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selection.errors import BadRow, SelectionError, TooLittleMemory
-from selection.transport.blocks import BLOCK, Tree, block_sums
+from flatshift.selection.errors import BadRow, SelectionError, TooLittleMemory
+from flatshift.selection.transport.blocks import BLOCK, Tree, block_sums
 
 _GRID = 4096
 """Places of a threshold that are counted at a time."""

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selection.transport.problem import Problem, Scratch, native
-from selection.transport.threads import Crew
+from flatshift.selection.transport.problem import Problem, Scratch, native
+from flatshift.selection.transport.threads import Crew
 
 _PER_LN2 = 1.0 / math.log(2.0)
 

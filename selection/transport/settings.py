@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from selection.transport.dense import NEWTON_MAX_COLUMNS, solve_dense
-from selection.transport.kernel import Evaluation, Kernel
-from selection.transport.problem import Problem, Progress
-from selection.transport.progress import ITERATIONS
-from selection.transport.ranks import Team
+from flatshift.selection.transport.dense import NEWTON_MAX_COLUMNS, solve_dense
+from flatshift.selection.transport.kernel import Evaluation, Kernel
+from flatshift.selection.transport.problem import Problem, Progress
+from flatshift.selection.transport.progress import ITERATIONS
+from flatshift.selection.transport.ranks import Team
 
 
 def measured(first: Tensor, second: Tensor, k: int, team: Team) -> float:

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from selection.errors import ConvergenceWarning, SelectionError
-from selection.transport.dense import solve_dense
-from selection.transport.kernel import Evaluation, Kernel, Streamed
-from selection.transport.large import cached_fits, exchanged, precision, solve_large
-from selection.transport.problem import COSTS, Problem, Progress, pose
-from selection.transport.ranks import Team
-from selection.transport.rows import DenseRows, StreamedRows
-from selection.transport.settings import Settings, Solved, descend, measured
-from selection.validation import checked_chunk, is_real
+from flatshift.selection.errors import ConvergenceWarning, SelectionError
+from flatshift.selection.transport.dense import solve_dense
+from flatshift.selection.transport.kernel import Evaluation, Kernel, Streamed
+from flatshift.selection.transport.large import cached_fits, exchanged, precision, solve_large
+from flatshift.selection.transport.problem import COSTS, Problem, Progress, pose
+from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.rows import DenseRows, StreamedRows
+from flatshift.selection.transport.settings import Settings, Solved, descend, measured
+from flatshift.selection.validation import checked_chunk, is_real
 
 EXACT_PAIRS = 10_000_000
 """N·M up to which the cost is held in float64 and the default tolerance is 1e-9 (above: 1e-3)."""
@@ -115,17 +115,17 @@ def sinkhorn_potentials(
     tolerance, a ConvergenceWarning is given and `converged` is False. memory_bytes: what the solver may hold beside the
     pool, its answer included, less held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache;
     the answer does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
-    progress: called as (stage, done, total); `selection.transport.Eta` makes lines with the time left of it. cost:
-    "sqeuclidean" or "cosine" (1 − cos).
+    progress: called as (stage, done, total); `flatshift.selection.transport.Eta` makes lines with the time left of it.
+    cost: "sqeuclidean" or "cosine" (1 − cos).
 
     overlap: also go on until two successive answers share this part of the `budget` best rows (None: 5 % of the pool);
     with a large tolerance it decides alone. state: directory in which a solve that streams leaves what it needs to go
-    on after a kill (`selection.transport.state`); unless method is "streamed", problems that fit into memory leave
-    none, nor do those with more targets than rows. device: "cpu" or "cuda…", where tiles are computed. group: a
+    on after a kill (`flatshift.selection.transport.state`); unless method is "streamed", problems that fit into memory
+    leave none, nor do those with more targets than rows. device: "cpu" or "cuda…", where tiles are computed. group: a
     torch.distributed group; then x and a are this process's shard of the pool (shards follow one another by rank), y, b
     and all settings are the same everywhere, and rows are streamed. Where shards are whole blocks of
-    `selection.transport.blocks` and torch has one thread everywhere, the answer's bits are those of one process with a
-    group of its own, whatever the number of processes; memory_bytes then excludes some 56 bytes a row.
+    `flatshift.selection.transport.blocks` and torch has one thread everywhere, the answer's bits are those of one
+    process with a group of its own, whatever the number of processes; memory_bytes then excludes some 56 bytes a row.
 
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """

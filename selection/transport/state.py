@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from selection.errors import SelectionError, is_disk_full
-from selection.transport.kernel import Evaluation
-from selection.transport.problem import Problem
-from selection.transport.settings import Settings
+from flatshift.selection.errors import SelectionError, is_disk_full
+from flatshift.selection.transport.kernel import Evaluation
+from flatshift.selection.transport.problem import Problem
+from flatshift.selection.transport.settings import Settings
 
 
 @dataclass

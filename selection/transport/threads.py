@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 from torch import Tensor
 
-from selection.transport.blocks import BLOCK, Node, Tree, tiles
+from flatshift.selection.transport.blocks import BLOCK, Node, Tree, tiles
 
 
 class Crew:
@@ -76,7 +76,7 @@ class Crew:
         first: int = 0,
     ) -> Tree:
         """As `each`, with tiles of at most `step` rows that lie inside blocks; what `work` returns is added up as
-        `selection.transport.blocks` says. first: the number of the block that row 0 begins."""
+        `flatshift.selection.transport.blocks` says. first: the number of the block that row 0 begins."""
         found: list[list[Node]] = []
         own = threading.local()
 

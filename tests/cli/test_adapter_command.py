@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from experiments.recipe import from_override, load_recipe
-from experiments.studies.cell import _adapter_digest, cell_of
-from experiments.workflows.build import lay_out
-from experiments.workflows.initial_adapter import check_unchanged
-from finetune.adapters.saved import SavedAdapter
-from finetune.errors import UserError
-from finetune.models.load import load_backbone
-from finetune.tasks import LanguageModel
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.studies.cell import _adapter_digest, cell_of
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.initial_adapter import check_unchanged
+from flatshift.finetune.adapters.saved import SavedAdapter
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import LanguageModel
 
 SMALL = {
     "train.steps": 6,

@@ -14,8 +14,8 @@ import torch
 import transformers as tf
 from transformers.models.auto import modeling_auto
 
-from finetune.models.families import BOUNDED, COUNTED_FROM_PAD
 from flatshift.cli import run
+from flatshift.finetune.models.families import BOUNDED, COUNTED_FROM_PAD
 from tests.data_models import byte_tokenizer, write_jsonl
 
 TOKENIZER = byte_tokenizer()

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.bad_requests import SCHEMES
-from finetune import assets
-from finetune.lock import owned
 from flatshift.cli import run
+from flatshift.finetune import assets
+from flatshift.finetune.lock import owned
 
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 EVIL = "\x1b]0;x\x07\x9b31m\u202e\u2066\x7f"
@@ -103,20 +103,22 @@ class Writer:
 
     def reply(self, name: str, asked: Any, *, decoding: Any, told: Any) -> Any:
         told(EVIL)
-        from experiments.workflows.chat import Reply
+        from flatshift.experiments.workflows.chat import Reply
 
         return Reply(EVIL, 1, 1, True)
 
 
 def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("experiments.workflows.chat.WritingRuns", Writer)
+    monkeypatch.setattr("flatshift.experiments.workflows.chat.WritingRuns", Writer)
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n/runs\n/{EVIL}\n"))
     assert run(["chat", "any"]) == 0
     told = capsys.readouterr()
     assert told.out == f"{SHOWN}\n{SHOWN}\n" and SHOWN in told.err and not STEERS.search(told.err)
     record = {"id": EVIL, "prompt": EVIL, "text": EVIL, "tokens": 1, "ended": True}
     for count in (1, 2):
-        monkeypatch.setattr("experiments.workflows.generate.generate_from_run", lambda *_, **__: [record] * count)  # noqa: B023
+        monkeypatch.setattr(
+            "flatshift.experiments.workflows.generate.generate_from_run", lambda *_, **__: [record] * count
+        )  # noqa: B023
         assert run(["generate", "any", "--prompt", "a"]) == 0
         told = capsys.readouterr()
         assert SHOWN in told.out and not STEERS.search(told.out)
@@ -136,13 +138,13 @@ def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
 )  # fmt: skip
 def test_chat_looks_at_its_settings_before_it_loads(more: str, monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.workflows.chat.WritingRuns", None)
+    monkeypatch.setattr("flatshift.experiments.workflows.chat.WritingRuns", None)
     refused(capsys, ["chat", "any", *more.split()], more.split()[0][2:].split("-")[0])
 
 
 def test_bytes_that_are_no_text_are_named_by_their_line(monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.workflows.chat.WritingRuns", Writer)
+    monkeypatch.setattr("flatshift.experiments.workflows.chat.WritingRuns", Writer)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"fine\n\ncaf\xe9\nfine\n"), encoding="utf-8"))
     refused(capsys, ["chat", "any"], "standard input:3: not valid UTF-8")
 
@@ -174,8 +176,8 @@ def test_samples_are_written_after_what_they_need_was_found(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "rows.jsonl", [{"text": "one"}, {"text": "two", "test": "assert 1"}])
-    monkeypatch.setattr("experiments.workflows.evaluate.write_samples", None)
-    monkeypatch.setattr("experiments.workflows.samples.refuse_unless_contained", lambda: None)
+    monkeypatch.setattr("flatshift.experiments.workflows.evaluate.write_samples", None)
+    monkeypatch.setattr("flatshift.experiments.workflows.samples.refuse_unless_contained", lambda: None)
     argv = ["eval", "flatshift-5m", "--data", "rows.jsonl", "--samples", "2", "--out", "out"]
     refused(capsys, [*argv, "--programs"], "rows.jsonl:1: no column 'test'")
     refused(capsys, [*argv, "--toxicity", "nonesuch"], "nonesuch")
@@ -190,7 +192,7 @@ def test_a_full_disk_is_named_by_where_it_is_written_to(named: bool, monkeypatch
             error.filename, error.filename2 = "the/source", str(tmp_path / ".page.html.1234abcd.tmp" / "adapter")
         raise error
 
-    monkeypatch.setattr("experiments.report.build_report", full)
+    monkeypatch.setattr("flatshift.experiments.report.build_report", full)
     assert run(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert f"the disk is full at {tmp_path / 'page.html'}; free" in capsys.readouterr().err
     with pytest.raises(OSError, match="elsewhere"), owned(tmp_path / "out"):

@@ -12,12 +12,12 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.results.predictions import NAME as PREDICTIONS
-from experiments.run.console import Console
-from experiments.workflows.chat import WritingRuns
-from finetune.evaluate import generation
-from finetune.run_directory import read_metrics
 from flatshift.cli import run
+from flatshift.experiments.results.predictions import NAME as PREDICTIONS
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.chat import WritingRuns
+from flatshift.finetune.evaluate import generation
+from flatshift.finetune.run_directory import read_metrics
 
 ROWS = [{"text": f"is my card number {i} lost", "label": ("yes", "no")[i % 2]} for i in range(12)]
 NOTE = "is trained, and its evaluation is not finished"

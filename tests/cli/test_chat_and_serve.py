@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from experiments.workflows.chat import WritingRuns
-from experiments.workflows.generate import generate_from_run
-from experiments.workflows.serve import Server
 from flatshift.cli import run
+from flatshift.experiments.workflows.chat import WritingRuns
+from flatshift.experiments.workflows.generate import generate_from_run
+from flatshift.experiments.workflows.serve import Server
 
 SMALL = [
     *("--train.steps", "8", "--train.batch_size", "4", "--train.max_length", "64", "--train.eval_every", "0"),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.recipe import from_override, load_recipe, resume_recipe
-from finetune import assets
-from finetune.errors import UserError
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe
+from flatshift.finetune import assets
+from flatshift.finetune.errors import UserError
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import tiny_model, write_jsonl
 
@@ -41,7 +41,7 @@ def flags(settings: dict) -> list[str]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run of the shipped recipe with a template file of the user's own."""
     home = tmp_path_factory.mktemp("chat")
-    from finetune.data.chat.template import template_text
+    from flatshift.finetune.data.chat.template import template_text
 
     (home / "mine.jinja").write_text(template_text("plain").replace("User: ", "Q: "), encoding="utf-8")
     task = {"task.template": home / "mine.jinja", "task.score": "generate"}
@@ -232,7 +232,7 @@ def test_an_instruct_model_keeps_its_own_template_and_the_arguments_travel(
     assert prompts(instruct, rows, capsys) == [QWEN]
     assert run(["train", "--resume", str(instruct), "--train.steps", "4"]) == 0
     # `chat`: a system turn that stays, and is there again after /new
-    from experiments.workflows.chat import WritingRuns
+    from flatshift.experiments.workflows.chat import WritingRuns
 
     asked: list = []
     reply = WritingRuns.reply
@@ -282,7 +282,7 @@ def test_a_base_model_gets_a_template_in_text_that_ends_and_travels(
     assert '{"name": "weather", "arguments": {"city": "Bonn"}}' in log and "</tool_call><eos>⟧" in log
     assert "template: base  # auto: the tokenizer has none" in (based / "recipe.resolved.yaml").read_text()
     assert run(["export", str(based), "--out", str(tmp_path / "hub")]) == 0
-    from finetune.data.chat.template import template_text
+    from flatshift.finetune.data.chat.template import template_text
 
     assert (tmp_path / "hub" / "chat_template.jinja").read_text(encoding="utf-8") == template_text("base")
     files = {"data.train.files": based.parent / "rows.jsonl", "task.template": "plain"}

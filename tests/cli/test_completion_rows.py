@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.data.splits import prepare
-from experiments.recipe import from_override, load_recipe
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
 from flatshift.cli import run
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
 
 

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.config import DataChecks
 from flatshift.cli import run
+from flatshift.finetune.config import DataChecks
 from tests.data_models import tiny_model, write_jsonl
 
 SMALL = [
@@ -258,7 +258,7 @@ def test_what_the_cells_of_a_sweep_find_is_said_once_and_what_is_refused_fails_t
 
 
 def test_streamed_cached_and_resumed_rows_have_the_same_findings(folder, tmp_path, monkeypatch, capsys) -> None:
-    from experiments.data import encode, splits
+    from flatshift.experiments.data import encode, splits
 
     def lines() -> list[str]:
         return [line for line in capsys.readouterr().err.splitlines() if line.startswith("data: ")]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
-from selection.features import HashedNgrams, ShardWriter, TfIdfEmbedder, load_fitted, seal
+from flatshift.selection.features import HashedNgrams, ShardWriter, TfIdfEmbedder, load_fitted, seal
 
 pytest.importorskip("datatrove")
 

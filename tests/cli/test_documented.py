@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from experiments.recipe import load_recipe
-from experiments.recipe.resolve import shipped_recipes
-from finetune.errors import SENTENCE
-from finetune.tasks import KINDS
 from flatshift.cli import run
 from flatshift.command_line import data_override, parse, split_overrides
 from flatshift.commands import train
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.resolve import shipped_recipes
+from flatshift.finetune.errors import SENTENCE
+from flatshift.finetune.tasks import KINDS
 from tests.documented_forms import FORMS, ROWS, RUNS, SOURCES, Datasets, Form, Found, prepare
 
 Runner = Callable[[Form], Found]
@@ -252,7 +252,7 @@ def test_every_value_of_a_table_is_given_once(page: str, header: str, flag: str)
 
 
 def test_templates_and_recipes_that_ship_are_trained() -> None:
-    from finetune.data.chat.template import shipped_templates
+    from flatshift.finetune.data.chat.template import shipped_templates
 
     assert set(shipped_templates()) <= given("--task.template")
     alone = {"double-descent-rank", "double-descent-rows", "double-descent-steps", "double-descent", "detox",

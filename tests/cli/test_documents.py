@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.data.splits import prepare
-from experiments.recipe import from_mapping, from_override, load_recipe
-from finetune.data.example import IGNORE
-from finetune.data.formats import records
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
 from flatshift.cli import run
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_mapping, from_override, load_recipe
+from flatshift.finetune.data.example import IGNORE
+from flatshift.finetune.data.formats import records
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
 
 FAST = ["--train.steps", "2", "--train.batch_size", "2", "--train.max_length", "32", "--train.eval_every", "0"]
@@ -52,7 +52,7 @@ def test_every_token_of_a_long_document_is_supervised_once(corpus: Path, monkeyp
     opened = open_backbone("flatshift-5m")
     tokenizer = opened.tokenizer
     if not begins:
-        from finetune.data import encoding
+        from flatshift.finetune.data import encoding
 
         whole = encoding.Specials.of
         monkeypatch.setattr(

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.workflows import samples
-from experiments.workflows.samples import Kept, Sampling, figures_of, write_samples
-from finetune.data.inference import Inference
-from finetune.evaluate.sandbox import refuse_unless_contained
-from finetune.tasks import LanguageModel
 from flatshift.cli import run
+from flatshift.experiments.workflows import samples
+from flatshift.experiments.workflows.samples import Kept, Sampling, figures_of, write_samples
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.evaluate.sandbox import refuse_unless_contained
+from flatshift.finetune.tasks import LanguageModel
 from tests.cli.test_eval_side_by_side import trained
 from tests.data_models import byte_tokenizer, row, tiny_model, write_jsonl
 

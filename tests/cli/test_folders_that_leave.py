@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from benchmarks._families import named, save_family, train_words
-from experiments.recipe import resume_recipe
-from experiments.workflows import folder_check
-from experiments.workflows import merge as merging
-from experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
-from finetune.data.encoding import closing_tokens
-from finetune.data.example import IGNORE, Example
 from flatshift.cli import run
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.workflows import folder_check
+from flatshift.experiments.workflows import merge as merging
+from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
+from flatshift.finetune.data.encoding import closing_tokens
+from flatshift.finetune.data.example import IGNORE, Example
 from tests.data_models import byte_tokenizer
 
 END = 3

@@ -103,8 +103,8 @@ def test_user_mistakes_exit_2_with_one_sentence(arguments: list[str], words: str
 
 
 def test_the_help_of_train_lists_every_key_once(capsys) -> None:
-    from experiments.recipe.config import dotted_keys
     from flatshift.cli import run
+    from flatshift.experiments.recipe.config import dotted_keys
 
     assert run(["train", "--help"]) == 0
     shown = capsys.readouterr().out.partition("recipe keys")[2]
@@ -118,7 +118,7 @@ def test_the_help_of_train_lists_every_key_once(capsys) -> None:
 
 
 def test_every_last_word_of_a_key_finds_that_key() -> None:
-    from experiments.recipe.config import dotted_keys, ending_with
+    from flatshift.experiments.recipe.config import dotted_keys, ending_with
 
     assert all(key in ending_with(key.rpartition(".")[2]) for key in dotted_keys() if "." in key)
     assert ending_with("steps")[0] == "train.steps" and not ending_with("stpes")
@@ -194,8 +194,8 @@ def test_a_disk_that_fails_is_said_in_one_sentence(monkeypatch, capsys, code: in
 def test_the_words_of_safetensors_are_those_of_the_system() -> None:
     from safetensors import SafetensorError
 
-    from finetune.errors import Interrupted, disk_trouble
-    from finetune.run_directory import disk_full_interrupts
+    from flatshift.finetune.errors import Interrupted, disk_trouble
+    from flatshift.finetune.run_directory import disk_full_interrupts
 
     assert disk_trouble(SafetensorError("I/O error: No space left on device (os error 28)")) == "the disk is full"
     assert "Input/output" in str(disk_trouble(SafetensorError("I/O error: something (os error 5)")))
@@ -210,8 +210,8 @@ def test_the_words_of_safetensors_are_those_of_the_system() -> None:
 
 
 def test_a_mistake_is_one_line_of_at_most_300_characters(monkeypatch, capsys) -> None:
-    from finetune.errors import UserError
     from flatshift import cli
+    from flatshift.finetune.errors import UserError
 
     def refuse(_argv: list[str]) -> int:
         raise UserError(f"{'d/' * 400}rows.jsonl:12: column {'x' * 400!r}\nis no \x1b[31mtext; name another")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.recipe import from_override, load_recipe, resume_recipe
-from experiments.workflows.deployment import _require_same_vocabulary, modelfile
-from experiments.workflows.export import push
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe
+from flatshift.experiments.workflows.deployment import _require_same_vocabulary, modelfile
+from flatshift.experiments.workflows.export import push
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
 from tests.hub_stand_in import hub
 

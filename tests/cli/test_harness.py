@@ -14,11 +14,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.recipe import load_recipe
-from experiments.workflows.lm_eval import run_harness
-from finetune.assets import backbone
-from finetune.errors import UserError
 from flatshift.cli import run
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.workflows.lm_eval import run_harness
+from flatshift.finetune.assets import backbone
+from flatshift.finetune.errors import UserError
 
 HERE = all(importlib.util.find_spec(name) is not None for name in ("lm_eval", "datasets"))
 needs_package = pytest.mark.skipif(not HERE, reason="needs the extra `harness` (lm-eval, datasets)")
@@ -110,7 +110,7 @@ def test_a_local_task_gives_the_figures_of_a_naive_reading(trained: Path, tmp_pa
 
 @needs_package
 def test_texts_begin_as_in_training() -> None:
-    from experiments.workflows.lm_eval import _beginning
+    from flatshift.experiments.workflows.lm_eval import _beginning
     from tests.data_models import bert_tokenizer, byte_tokenizer
 
     for tokenizer, expected in ((byte_tokenizer(), [1]), (byte_tokenizer(bos=False), []), (bert_tokenizer(), [2])):
@@ -146,7 +146,7 @@ def test_what_lies_before_every_text_is_refused(words: str, what: str, tmp_path:
     recipe = load_recipe(str(tmp_path / "own.yaml")).recipe
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == "lm_eval" else real(name, *a))
-    monkeypatch.setattr("experiments.workflows.lm_eval.finished_recipe", lambda *_: recipe)
+    monkeypatch.setattr("flatshift.experiments.workflows.lm_eval.finished_recipe", lambda *_: recipe)
     with pytest.raises(
         UserError, match=f"--harness: lm-eval pads .*adapter.{what} puts before .*`flatshift eval RUN_D"
     ):

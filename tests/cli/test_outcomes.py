@@ -121,7 +121,7 @@ def test_a_native_call_does_not_hold_back_the_end_of_a_selection(tmp_path: Path,
     code = f"""
         import ctypes, signal, sys, threading
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits it ignored
-        import experiments.select.select as journey
+        import flatshift.experiments.select.select as journey
         def uninterrupted(*_, **__):
             threading.Timer(1, print, ["inside"], {{"flush": True}}).start()
             ctypes.CDLL(None).pthread_mutex_lock(lock); ctypes.CDLL(None).pthread_mutex_lock(lock)

@@ -17,19 +17,19 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
-from experiments.recipe import resume_recipe
-from experiments.workflows.build import lay_out
-from experiments.workflows.folder_check import alone_in_float32
-from experiments.workflows.model_card import _settings, code, fenced
-from finetune.assets import backbone
-from finetune.atomic import write_json
-from finetune.config import Columns
-from finetune.data.encoding import encode
-from finetune.data.rows import Row, read_rows
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
-from finetune.tasks import Chat, Completion, Seq2Seq
 from flatshift.cli import run
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.folder_check import alone_in_float32
+from flatshift.experiments.workflows.model_card import _settings, code, fenced
+from flatshift.finetune.assets import backbone
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.rows import Row, read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.tasks import Chat, Completion, Seq2Seq
 
 BASE = backbone("flatshift-5m")
 SMALL = {
@@ -312,14 +312,16 @@ def test_two_thousand_rows_get_no_other_label(backbone_name: str, tmp_path: Path
 
 
 def test_a_model_that_answers_otherwise_is_not_written(classes: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    from experiments.workflows import folder_check
+    from flatshift.experiments.workflows import folder_check
 
     with monkeypatch.context() as patch:
         patch.setattr(folder_check, "FAR", {False: 1e-9, True: 1e-9})
         assert run(["merge", str(classes), "--out", str(tmp_path / "merged")]) == 2
     error = capsys.readouterr().err
     assert "more than rounding explains" in error and error.rstrip().endswith("or merge with --dtype float32")
-    monkeypatch.setattr("finetune.data.post_processor.encodes_as", lambda *args, **more: True)  # leaves it as it is
+    monkeypatch.setattr(
+        "flatshift.finetune.data.post_processor.encodes_as", lambda *args, **more: True
+    )  # leaves it as it is
     for command in ("merge", "export"):
         assert run([command, str(classes), "--out", str(tmp_path / "merged")]) == 2
         error = capsys.readouterr().err
@@ -426,7 +428,7 @@ def test_the_card_names_other_adapters_by_their_own_names(written: Path) -> None
 
 
 def test_a_local_backbone_gets_its_hub_name(tmp_path: Path, capsys) -> None:
-    from experiments.workflows.model_card import _without_paths, published_name
+    from flatshift.experiments.workflows.model_card import _without_paths, published_name
 
     own = tmp_path / "private" / "mine"
     own.mkdir(parents=True)

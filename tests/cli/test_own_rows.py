@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import flatshift
-from experiments.data.splits import read_splits
-from experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe
 from flatshift.cli import run
+from flatshift.experiments.data.splits import read_splits
+from flatshift.experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe
 from tests.data_models import write_jsonl
 
 FAST = ["--train.steps", "1", "--train.batch_size", "4", "--train.max_length", "24", "--train.eval_every", "0"]
@@ -97,8 +97,8 @@ def test_copies_of_one_text_go_to_one_side(tmp_path: Path, monkeypatch: pytest.M
     number = [{row.values["text"].split()[1] for row in part} for part in (splits.train, splits.dev, splits.test)]
     assert [len(part) for part in (splits.train, splits.dev, splits.test)] == [64, 8, 8]
     assert [len(numbers) for numbers in number] == [16, 2, 2] and len(set().union(*number)) == 20
-    from experiments.data import encode
-    from experiments.data.splits import prepare
+    from flatshift.experiments.data import encode
+    from flatshift.experiments.data.splits import prepare
 
     read = prepare(recipe)
     monkeypatch.setattr(encode, "IN_MEMORY", 0)
@@ -161,8 +161,8 @@ def test_a_target_is_set_apart_as_a_run_on_it_is(rows: str, tmp_path: Path, caps
     assert "target: 12 of its 60 rows are set apart" in capsys.readouterr().err
     recipe = load_recipe("warmup", [from_mapping({"data.train.files": [rows], "data.train.limit": None})])
     taken = from_mapping({"data.train.files": [rows], "data.train.limit": None, "select": {"from": "picked"}})
-    from experiments.run.console import Console
-    from experiments.select.target import check_target, read_target
+    from flatshift.experiments.run.console import Console
+    from flatshift.experiments.select.target import check_target, read_target
 
     check_target(load_recipe("warmup", [taken]).recipe, ())
     splits = read_splits(recipe.recipe)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.lock import owned
 from flatshift.cli import run
+from flatshift.finetune.lock import owned
 
 QUICK = {
     "train.steps": 2,
@@ -101,8 +101,8 @@ def test_a_finished_selection_outlives_what_fails_after_it(tmp_path: Path, capsy
 
 
 def test_a_run_in_which_nothing_was_finished_goes(tmp_path: Path, monkeypatch, capsys) -> None:
-    from experiments.workflows import train
-    from finetune.errors import UserError
+    from flatshift.experiments.workflows import train
+    from flatshift.finetune.errors import UserError
 
     def fail(*_: object, **__: object) -> None:
         raise UserError("no such thing")
@@ -116,8 +116,8 @@ def test_a_run_in_which_nothing_was_finished_goes(tmp_path: Path, monkeypatch, c
 
 
 def test_metrics_are_durable_before_a_checkpoint_says_that_their_updates_are_done(tmp_path: Path, monkeypatch) -> None:
-    from finetune import run_directory
-    from finetune.train import checkpointer
+    from flatshift.finetune import run_directory
+    from flatshift.finetune.train import checkpointer
 
     calls: list[str] = []
     save, sync = checkpointer.save_checkpoint, run_directory.sync_files

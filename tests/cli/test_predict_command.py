@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.results.predictions import NAME as PREDICTIONS
-from experiments.workflows import predict
-from experiments.workflows.predict import Predictor
 from flatshift.cli import run
+from flatshift.experiments.results.predictions import NAME as PREDICTIONS
+from flatshift.experiments.workflows import predict
+from flatshift.experiments.workflows.predict import Predictor
 
 SMALL = [
     *("--train.steps", "3", "--train.batch_size", "4", "--train.max_length", "32", "--train.eval_every", "0"),

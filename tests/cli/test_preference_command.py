@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from finetune.errors import UserError
-from finetune.run_directory import read_metrics
 from flatshift import Run
 from flatshift.cli import run
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import read_metrics
 
 SMALL = [
     "--data.train.limit", "12", "--data.dev.limit", "6", "--data.test.limit", "8", "--train.steps", "4",

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.data import splits
 from flatshift.cli import run
+from flatshift.experiments.data import splits
 from tests.data_models import write_jsonl
 
 COLOURS = ("red", "green", "blue")

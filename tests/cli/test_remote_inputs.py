@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.data import remote, upload
 from flatshift.cli import run
-from selection.features import seal
+from flatshift.finetune.data import remote, upload
+from flatshift.selection.features import seal
 from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 pytest.importorskip("s3fs")

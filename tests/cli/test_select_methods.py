@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.data.splits import read_splits
-from experiments.recipe import resume_recipe
 from flatshift.cli import run
+from flatshift.experiments.data.splits import read_splits
+from flatshift.experiments.recipe import resume_recipe
 
 CATS = ["cat", "kitten", "purr", "whisker", "paw", "feline", "tabby", "mouse"]
 CARS = ["car", "engine", "wheel", "brake", "clutch", "diesel", "gear", "road"]
@@ -152,7 +152,7 @@ def test_a_name_that_another_record_has_is_not_given_to_a_repeat(base: list[str]
 
 
 def test_rounds_that_end_in_one_step_say_so(base: list[str], tmp_path: Path, capsys, monkeypatch) -> None:
-    from selection.methods.rounds import Rounds
+    from flatshift.selection.methods.rounds import Rounds
 
     told = Rounds.diagnostics
     monkeypatch.setattr(Rounds, "diagnostics", lambda self: told(self) | {"rounds": [12]})

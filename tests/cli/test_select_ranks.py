@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.select.ranks import _lagging, _Pace
 from flatshift import cli
-from selection.transport.progress import ITERATIONS
+from flatshift.experiments.select.ranks import _lagging, _Pace
+from flatshift.selection.transport.progress import ITERATIONS
 from tests.patience import HANG_S
 
 ROWS, TARGETS = 30_000, 400
@@ -67,7 +67,7 @@ def alone(inputs, tmp_path_factory):
 
 SLOW = """
 import sys, time
-from selection.transport.large import _Large
+from flatshift.selection.transport.large import _Large
 solved = _Large.begin
 _Large.begin = lambda self, drawn: (time.sleep(8), solved(self, drawn))[1]
 from flatshift.cli import run

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.select import remote_features
-from finetune.data import remote
 from flatshift.cli import run
-from selection.features import directory, seal
+from flatshift.experiments.select import remote_features
+from flatshift.finetune.data import remote
+from flatshift.selection.features import directory, seal
 
 fsspec = pytest.importorskip("fsspec")
 STORE = fsspec.filesystem("memory")

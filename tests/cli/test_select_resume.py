@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.lock import owned
 from flatshift.cli import run
-from selection.transport.state import Standing, Store
+from flatshift.finetune.lock import owned
+from flatshift.selection.transport.state import Standing, Store
 
 ROWS, TARGETS = 34_000, 300
 """10.2 million pairs: just too many to be solved at once."""
@@ -50,7 +50,7 @@ def killed(words: list[str], out: Path, passes: int) -> None:
     """Run the command in a process that kills itself with SIGKILL once `passes` are on disk."""
     code = f"""
         import os, signal
-        from selection.transport.state import Store
+        from flatshift.selection.transport.state import Store
         saved = Store.save
         def save(self, standing):
             saved(self, standing)
@@ -135,18 +135,18 @@ def test_an_interrupt_before_the_first_pass_says_that_nothing_is_kept(
     def interrupted(*_, **__) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("experiments.select.select.select_into", interrupted)
+    monkeypatch.setattr("flatshift.experiments.select.select.select_into", interrupted)
     assert run([*words, "--out", str(tmp_path / "out")]) == 3
     assert capsys.readouterr().err == "flatshift: interrupted: nothing was kept; the same command begins anew\n"
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("experiments.select.select.select", interrupted)
+    monkeypatch.setattr("flatshift.experiments.select.select.select", interrupted)
     assert run([*words, "--out", str(tmp_path / "out")]) == 3
     again = shlex.join(["flatshift", *words, "--out", str(tmp_path / "out")])
     assert capsys.readouterr().err == f"flatshift: interrupted: go on with the same command: `{again}`\n"
 
 
 def test_scores_that_took_long_are_kept_with_what_is_to_be_read_again(tmp_path: Path, monkeypatch) -> None:
-    from experiments.select import select as journey
+    from flatshift.experiments.select import select as journey
 
     words = ["select", "warmup", "--select.pool.limit", "300", "--select.budget", "60", "--select.checks", "false"]
     words += ["--method", "cynical", "--select.method.repeats", "8"]
@@ -175,9 +175,9 @@ def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:
 
     import torch
 
-    from selection.transport import state
-    from selection.transport.kernel import Evaluation
-    from selection.transport.ranks import Team
+    from flatshift.selection.transport import state
+    from flatshift.selection.transport.kernel import Evaluation
+    from flatshift.selection.transport.ranks import Team
 
     best = Evaluation(torch.zeros(2), torch.zeros(3), torch.zeros(2), 0.0, 1.0, None)
     store = Store(tmp_path, SimpleNamespace(team=Team()), {"data": "x"})  # type: ignore[arg-type]
@@ -195,12 +195,12 @@ def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None:
-    from experiments.recipe.config import Recipe, Select
-    from experiments.run.console import Console
-    from experiments.workflows import train
-    from experiments.workflows.context import opened
-    from finetune.errors import Interrupted
-    from finetune.run_directory import RunDirectory
+    from flatshift.experiments.recipe.config import Recipe, Select
+    from flatshift.experiments.run.console import Console
+    from flatshift.experiments.workflows import train
+    from flatshift.experiments.workflows.context import opened
+    from flatshift.finetune.errors import Interrupted
+    from flatshift.finetune.run_directory import RunDirectory
 
     found: list[list[str]] = []
 
@@ -265,7 +265,7 @@ def test_a_kill_before_the_first_pass_is_no_obstacle(words, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", ["dsir", "knn"])
 def test_scores_that_took_long_are_taken_over(tmp_path: Path, monkeypatch, capsys, method: str) -> None:
-    from experiments.select import select as journey
+    from flatshift.experiments.select import select as journey
 
     rng = np.random.default_rng(1)
     for name, count in (("pool", 40), ("target", 6)):
@@ -289,7 +289,7 @@ def test_scores_that_took_long_are_taken_over(tmp_path: Path, monkeypatch, capsy
     assert run([*words, "--out", str(out)]) == 3
     monkeypatch.setattr(journey, "write_choice", writes)
     for fits in ("dsir.DSIRSelector", "knn.KNNSelector"):
-        monkeypatch.setattr(f"selection.methods.{fits}.fit", lambda *_, **__: pytest.fail("fitted again"))
+        monkeypatch.setattr(f"flatshift.selection.methods.{fits}.fit", lambda *_, **__: pytest.fail("fitted again"))
     capsys.readouterr()
     assert run([*words, "--out", str(out)]) == 0
     assert "scores of the unfinished selection were taken over" in capsys.readouterr().err

@@ -13,7 +13,7 @@ WORDS = ["select", "--target", "target.jsonl", "--out", "out"]
 def started(monkeypatch) -> list[int]:
     """One entry for each selection that was begun; none of them reads anything."""
     begun: list[int] = []
-    monkeypatch.setattr("experiments.select.select.select", lambda *_, **__: begun.append(1))
+    monkeypatch.setattr("flatshift.experiments.select.select.select", lambda *_, **__: begun.append(1))
     monkeypatch.setattr("flatshift.outcome.of_selection", lambda *_: None)
     return begun
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments.workflows.sharpness import measure_run
 from flatshift.api import draw
 from flatshift.cli import run
-from regularizers.sharpness import Sharpness
+from flatshift.experiments.workflows.sharpness import measure_run
+from flatshift.regularizers.sharpness import Sharpness
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 

@@ -14,19 +14,19 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-import experiments.data.splits
-import experiments.report
-import experiments.studies.cell
-import experiments.workflows.train
-from experiments.data.splits import prepare
-from experiments.recipe import from_override, load_recipe
-from experiments.run.console import Console
-from experiments.workflows.context import opened
-from experiments.workflows.train import execute
-from finetune.lock import owned
-from finetune.run_directory import RunDirectory
-from finetune.train.loop import Diverged
+import flatshift.experiments.data.splits
+import flatshift.experiments.report
+import flatshift.experiments.studies.cell
+import flatshift.experiments.workflows.train
 from flatshift.cli import run
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.context import opened
+from flatshift.experiments.workflows.train import execute
+from flatshift.finetune.lock import owned
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.train.loop import Diverged
 
 Sweep = Callable[..., int]
 
@@ -48,11 +48,13 @@ def cheap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sweep:
         error = max(0.0, 1 - 40 * rank / rows)
         return {"train": {"error": {"value": error}}, "test": {"accuracy": {"value": 1 - error}}}
 
-    monkeypatch.setattr(experiments.workflows.train, "execute", fitted)
-    monkeypatch.setattr(experiments.data.splits, "prepare", lambda recipe: SimpleNamespace(skipped=(), checks=()))
-    monkeypatch.setattr(experiments.studies.cell.gc, "collect", lambda: 0)  # there are no models to collect
-    monkeypatch.setattr(experiments.report, "write_plots", lambda out: [])
-    monkeypatch.setattr(experiments.report, "build_report", lambda runs, out: out)
+    monkeypatch.setattr(flatshift.experiments.workflows.train, "execute", fitted)
+    monkeypatch.setattr(
+        flatshift.experiments.data.splits, "prepare", lambda recipe: SimpleNamespace(skipped=(), checks=())
+    )
+    monkeypatch.setattr(flatshift.experiments.studies.cell.gc, "collect", lambda: 0)  # there are no models to collect
+    monkeypatch.setattr(flatshift.experiments.report, "write_plots", lambda out: [])
+    monkeypatch.setattr(flatshift.experiments.report, "build_report", lambda runs, out: out)
     out = tmp_path / "sweep"
     fixed = ["--out", str(out), "--devices", "cpu", "--train.precision", "fp32"]
     return lambda *words: run(["sweep", "double-descent", *fixed, *words])
@@ -258,7 +260,7 @@ def test_full_disk_keeps_what_was_finished(
     cheap: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "sweep"
-    whole = experiments.studies.cell.write_sealed
+    whole = flatshift.experiments.studies.cell.write_sealed
     calls = 0
 
     def write_sealed(path: Path, *args: Any, **kwargs: Any) -> None:
@@ -268,7 +270,7 @@ def test_full_disk_keeps_what_was_finished(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         whole(path, *args, **kwargs)
 
-    monkeypatch.setattr(experiments.studies.cell, "write_sealed", write_sealed)
+    monkeypatch.setattr(flatshift.experiments.studies.cell, "write_sealed", write_sealed)
     grid = ["--grid", "adapter.rank=1,2,3", "--seeds", "1"]
     assert cheap(*grid) == 3
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("flatshift: ")]

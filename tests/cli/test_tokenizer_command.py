@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from finetune.evaluate.fertility import Vocabulary, cut_texts
-from finetune.models.backbone import open_backbone
 from flatshift.cli import run
+from flatshift.finetune.evaluate.fertility import Vocabulary, cut_texts
+from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import bert_tokenizer, byte_tokenizer, write_jsonl
 
 ROWS = [
@@ -109,7 +109,7 @@ def test_schemes_are_learnt_and_judged(tmp_path, capsys):
 
 
 def test_a_killed_study_goes_on(tmp_path, capsys, monkeypatch):
-    from finetune.train import small_decoder
+    from flatshift.finetune.train import small_decoder
 
     data, out = texts(tmp_path / "texts.jsonl"), tmp_path / "learnt"
     words = ["tokenizer", "train", "--data", data, *LEARN, "--seeds", "2", "--schemes", "default", "--json"]

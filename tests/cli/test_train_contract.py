@@ -104,7 +104,7 @@ def test_adapter_loads_in_plain_peft(finished: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForSequenceClassification
 
-    from finetune.assets import backbone
+    from flatshift.finetune.assets import backbone
 
     base = AutoModelForSequenceClassification.from_pretrained(
         backbone("flatshift-5m"), num_labels=3, dtype=torch.float32
@@ -134,7 +134,7 @@ def test_a_resumed_run_says_what_happened(tmp_path: Path, capsys, monkeypatch) -
     before = (out / "recipe.resolved.yaml").read_text(encoding="utf-8").splitlines()
     again = ["train", "--resume", str(out), "--train.steps", "3"]
     monkeypatch.setattr("sys.argv", ["flatshift", *again])
-    monkeypatch.setattr("finetune.run_directory._PACKAGES", ("flatshift", "torch"))
+    monkeypatch.setattr("flatshift.finetune.run_directory._PACKAGES", ("flatshift", "torch"))
     assert run(again) == 0
     assert (out / "command.txt").read_text().splitlines() == [shlex.join(["flatshift", *w]) for w in (words, again)]
     after = (out / "recipe.resolved.yaml").read_text(encoding="utf-8").splitlines()
@@ -281,7 +281,7 @@ def test_bad_training_input(tmp_path: Path, monkeypatch, capsys, words: list[str
 
 
 def test_a_batch_that_no_memory_holds_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.planner.devices.machine_memory", lambda: 1 << 24)
+    monkeypatch.setattr("flatshift.finetune.planner.devices.machine_memory", lambda: 1 << 24)
     words = ["train", "classify", "--out", str(tmp_path / "run"), *flags(SMALL | {"train.batch_size": 40})]
     assert run(words) == 2
     assert "train.batch_size: 40 rows at once keep about" in capsys.readouterr().err

@@ -12,21 +12,21 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import FSDPModule
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.compute.capabilities import capabilities
-from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-from finetune.models.anatomy import blocks
-from finetune.models.compiled import Compiled
-from finetune.models.load import load_backbone
-from finetune.parallel import fsdp as sharding
-from finetune.parallel.build import build_engine
-from finetune.parallel.engine import Engine
-from finetune.parallel.fsdp import in_order
-from finetune.parallel.mesh import World
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import LanguageModel
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import GGPO, FlatLora, Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.compute.capabilities import capabilities
+from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
+from flatshift.finetune.models.anatomy import blocks
+from flatshift.finetune.models.compiled import Compiled
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel import fsdp as sharding
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.fsdp import in_order
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import GGPO, FlatLora, Plain, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 
@@ -62,7 +62,7 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
         RunDirectory.create(Path(directory))
     engine.world.wait()
     run = RunDirectory(Path(directory), writes=engine.is_main)
-    with mock.patch("finetune.train.loop.Compiled", lambda model: Compiled(model, backend=backend)):
+    with mock.patch("flatshift.finetune.train.loop.Compiled", lambda model: Compiled(model, backend=backend)):
         train_stage(
             engine,
             PadOnly(),

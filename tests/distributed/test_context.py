@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.config import Mesh
-from finetune.errors import UserError
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.context import ContextParallel, check_context
-from finetune.parallel.engine import Engine
-from finetune.parallel.fsdp import shard
-from finetune.parallel.mesh import World
-from finetune.parallel.pipeline import PipelineRunner, cut_parts
-from finetune.parallel.tensor import tensor_parallel
-from finetune.tasks import LanguageModel
-from regularizers import GGPO, build
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.context import ContextParallel, check_context
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.fsdp import shard
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+from flatshift.finetune.parallel.tensor import tensor_parallel
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.tensor_models import VOCABULARY, adapted, backbone
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.config import Adapter, Mesh, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.example import Example
-from finetune.parallel.build import build_engine
-from finetune.parallel.mesh import World
-from finetune.run_directory import read_metrics
-from finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
-from regularizers import GGPO, Plain, RegularizerConfig, build
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.run_directory import read_metrics
+from flatshift.finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
+from flatshift.regularizers import GGPO, Plain, RegularizerConfig, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import save_backbone
 from tests.seq2seq_models import save_encoder_decoder

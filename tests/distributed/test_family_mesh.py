@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.config import Mesh
-from finetune.tasks import LanguageModel
-from regularizers import BAR, MGPO, MSAM, NEFTune, Plain, RegularizerConfig, RegularizerError, build
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import BAR, MGPO, MSAM, NEFTune, Plain, RegularizerConfig, RegularizerError, build
 from tests.distributed.test_ggpo_mesh import Case, build_engine, checksums, far, micros
 from tests.distributed_ranks import run_ranks
 

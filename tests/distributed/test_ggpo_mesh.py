@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from finetune.config import Mesh
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.engine import Engine
-from finetune.parallel.fsdp import shard
-from finetune.parallel.mesh import World
-from finetune.parallel.pipeline import PipelineRunner, cut_parts
-from finetune.parallel.tensor import tensor_parallel
-from finetune.tasks import LanguageModel
-from regularizers import GGPO, RegularizerError, build
-from regularizers.layers.sharded import Part
-from regularizers.methods.ggpo import GGPORegularizer
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.fsdp import shard
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+from flatshift.finetune.parallel.tensor import tensor_parallel
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import GGPO, RegularizerError, build
+from flatshift.regularizers.layers.sharded import Part
+from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.distributed_ranks import run_ranks
 from tests.regularizer_models import tiny_gpt2, tiny_llama, tokens, with_lora
 

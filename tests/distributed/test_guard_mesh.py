@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Spikes, Train
-from finetune.parallel.build import build_engine
-from finetune.parallel.mesh import World
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import LanguageModel
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import GGPO, build
+from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Spikes, Train
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 

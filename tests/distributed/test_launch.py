@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from finetune.launch.rendezvous import FolderBoard
-from finetune.launch.spawn import spawn
-from finetune.launch.watchdog import Beat, Watch
+from flatshift.finetune.launch.rendezvous import FolderBoard
+from flatshift.finetune.launch.spawn import spawn
+from flatshift.finetune.launch.watchdog import Beat, Watch
 from tests.patience import HANG_S
 
 CHILD = Path(__file__).resolve().parent.parent / "launch_children.py"
 PARENT = """
 import sys
 from pathlib import Path
-from finetune.launch.spawn import spawn
+from flatshift.finetune.launch.spawn import spawn
 code = spawn(sys.argv[2:], ranks=int(sys.argv[1]), resume=Path(sys.argv[4]))
 sys.exit(99 if "torch" in sys.modules else code)
 """

@@ -12,9 +12,9 @@ from benchmarks._limited import RANKS, SHARE, SHIPPED, backbone, train
 from benchmarks._limited import SIZES as LIMITED
 from benchmarks._sized import Sizes, save_backbone
 from benchmarks.sharding_memory import LOAD_MORE, LOAD_SHARE, TINY
-from finetune.errors import is_out_of_memory
-from finetune.models.backbone import refusal
-from finetune.tasks import LanguageModel
+from flatshift.finetune.errors import is_out_of_memory
+from flatshift.finetune.models.backbone import refusal
+from flatshift.finetune.tasks import LanguageModel
 from tests.distributed_ranks import run_ranks
 
 # Large enough that a second copy of the weights would break the bounds: 100 MiB.

@@ -25,17 +25,17 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients and figures of a few updates on `mesh`, and the saved head, on every rank."""
-    from finetune.adapters.adapter import read_adapter
-    from finetune.config import Adapter, Evaluate, Train
-    from finetune.data.batches import Batches
-    from finetune.data.encoding import encode
-    from finetune.data.inference import Inference
-    from finetune.data.labels import Units, fold_units
-    from finetune.data.masking import Masking
-    from finetune.evaluate.judge import evaluate
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import Classify, MaskedLM, Regress
+    from flatshift.finetune.adapters.adapter import read_adapter
+    from flatshift.finetune.config import Adapter, Evaluate, Train
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.labels import Units, fold_units
+    from flatshift.finetune.data.masking import Masking
+    from flatshift.finetune.evaluate.judge import evaluate
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import Classify, MaskedLM, Regress
     from tests.data_models import text_rows
 
     task = {"sets": Classify(multi=True), "numbers": Regress(), "masked": MaskedLM()}[kind]
@@ -75,16 +75,16 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
 
 def all_meshes(source: str, warm: str) -> list[dict[str, Any]]:
     """`curve` on each of the meshes, one after the other, in the same processes."""
-    from finetune.config import Mesh
+    from flatshift.finetune.config import Mesh
 
     return [curve(source, None if kind == "masked" else warm, kind, Mesh(**axes)) for kind, axes in MESHES]
 
 
 def test_every_mesh_trains_and_judges_as_one_process(tmp_path: Path) -> None:
-    from finetune.adapters.adapter import attach_adapter, save_adapter
-    from finetune.config import Adapter, Mesh
-    from finetune.models.load import load_backbone
-    from finetune.tasks import MaskedLM
+    from flatshift.finetune.adapters.adapter import attach_adapter, save_adapter
+    from flatshift.finetune.config import Adapter, Mesh
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.tasks import MaskedLM
     from tests.objective_models import scatter
 
     torch.set_num_threads(1)

@@ -123,7 +123,7 @@ def count_of(micros: list[Micro]) -> int:
 
 def named_trained(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trained parameters by canonical name."""
-    from finetune.models.weight_names import canonical
+    from flatshift.finetune.models.weight_names import canonical
 
     return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -157,14 +157,14 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     """Train the whole model and the stages; figures of the difference, the same on every rank."""
     import torch.distributed as dist
 
-    from finetune.compute.loss import batch_loss, head_probe
-    from finetune.config import Mesh
-    from finetune.parallel.fsdp import shard
-    from finetune.parallel.layout import whole_all
-    from finetune.parallel.mesh import World
-    from finetune.parallel.pipeline import PipelineRunner, cut_parts
-    from finetune.parallel.tensor import tensor_parallel
-    from finetune.tasks import Classify, LanguageModel
+    from flatshift.finetune.compute.loss import batch_loss, head_probe
+    from flatshift.finetune.config import Mesh
+    from flatshift.finetune.parallel.fsdp import shard
+    from flatshift.finetune.parallel.layout import whole_all
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+    from flatshift.finetune.parallel.tensor import tensor_parallel
+    from flatshift.finetune.tasks import Classify, LanguageModel
 
     mesh = Mesh(
         pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces,
@@ -248,10 +248,10 @@ def with_dropout() -> tuple[list[str], list[int]]:
     """Sums of the gradients of three updates, the first two with the same seeds, and the numbers that seeds come by."""
     import contextlib
 
-    from finetune.config import Mesh
-    from finetune.parallel.mesh import World
-    from finetune.parallel.pipeline import PipelineRunner, cut_parts
-    from finetune.tasks import LanguageModel
+    from flatshift.finetune.config import Mesh
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
+    from flatshift.finetune.tasks import LanguageModel
 
     mesh = Mesh(pp=2, schedule="interleaved")
     world = World.of(mesh, torch.device("cpu"))
@@ -348,12 +348,12 @@ def test_dropout_is_drawn_by_piece_and_stage() -> None:
 
 def long_rows(source: str) -> list[list[float]]:
     """Losses of one process and of two stages on rows longer than those that the head is looked for with."""
-    from finetune.config import Adapter, Mesh, Train
-    from finetune.data.batches import Batches
-    from finetune.data.example import Example
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import LanguageModel
+    from flatshift.finetune.config import Adapter, Mesh, Train
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.example import Example
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import LanguageModel
 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY, (8, 150), generator=generator).tolist()

@@ -23,14 +23,14 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients and figures of a few updates on `mesh`, on every rank."""
-    from finetune.config import Adapter, Evaluate, Train
-    from finetune.data.batches import Batches
-    from finetune.data.example import IGNORE, Example
-    from finetune.data.inference import Inference
-    from finetune.evaluate.judge import evaluate
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import Preference
+    from flatshift.finetune.config import Adapter, Evaluate, Train
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.example import IGNORE, Example
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.judge import evaluate
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import Preference
 
     task, cpu = Preference(loss=loss), torch.device("cpu")  # type: ignore[arg-type]
     world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)
@@ -62,13 +62,13 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
 
 def all_meshes(source: str) -> list[dict[str, Any]]:
     """`curve` on each of the meshes, one after the other, in the same processes."""
-    from finetune.config import Mesh
+    from flatshift.finetune.config import Mesh
 
     return [curve(source, loss, Mesh(**axes)) for loss, axes in MESHES]
 
 
 def test_every_mesh_prefers_as_one_process(tmp_path: Path) -> None:
-    from finetune.config import Mesh
+    from flatshift.finetune.config import Mesh
 
     torch.set_num_threads(1)
     source = str(save_backbone("llama", tmp_path / "llama"))

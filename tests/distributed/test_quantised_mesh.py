@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.compute.precision import autocast
-from finetune.config import Adapter, Mesh, Quantization, Train
-from finetune.models.quantize import scales
-from finetune.parallel.build import build_engine
-from finetune.parallel.engine import Engine
-from finetune.parallel.layout import local
-from finetune.parallel.mesh import World
-from finetune.tasks import LanguageModel
-from regularizers import GGPO, build
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Mesh, Quantization, Train
+from flatshift.finetune.models.quantize import scales
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.layout import local
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import save_backbone
 from tests.regularizer_models import tokens
@@ -138,7 +138,7 @@ def far(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def test_two_ranks_equal_one_process(tmp_path: Path) -> None:
-    from finetune.adapters.adapter import read_adapter
+    from flatshift.finetune.adapters.adapter import read_adapter
 
     sources = {
         "llama": save_backbone("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128),

@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import pytest
 
-from finetune.config import Mesh
-from finetune.planner.rules import Settings, broken_rule
-from regularizers import ASAM, BAR, GGPO, MGPO, MSAM, RegularizerConfig, RegularizerError
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.planner.rules import Settings, broken_rule
+from flatshift.regularizers import ASAM, BAR, GGPO, MGPO, MSAM, RegularizerConfig, RegularizerError
 from tests.distributed.test_dropout_mesh import ADAPTER, Case, apart, course, save
 from tests.distributed_ranks import run_ranks
 

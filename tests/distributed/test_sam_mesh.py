@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import SequentialSampler
 
-from finetune.config import Mesh
-from finetune.tasks import LanguageModel
-from regularizers import ASAM, GGPO, SAM, BiLora, LoraSAM, PlainRegularizer, RegularizerError, build
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import ASAM, GGPO, SAM, BiLora, LoraSAM, PlainRegularizer, RegularizerError, build
 from tests.distributed.test_ggpo_mesh import STEPS, Case, build_engine, checksums, far, micros
 from tests.distributed_ranks import run_ranks
 from tests.regularizer_models import tiny_llama, tokens, with_lora
@@ -166,7 +166,7 @@ def trained(kind: str, rows: int) -> dict[str, Any]:
     """Four steps of the Trainer, with `rows` rows of each micro-batch in this process."""
     from transformers import Trainer, TrainingArguments
 
-    from regularizers import RegularizerCallback, TwoPassMixin
+    from flatshift.regularizers import RegularizerCallback, TwoPassMixin
 
     class InOrder(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:

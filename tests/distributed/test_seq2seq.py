@@ -30,16 +30,16 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def curve(source: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients, document surprise and greedy answers of a few updates on `mesh`, on every rank."""
-    from finetune.compute.numerics import evaluating
-    from finetune.config import Adapter, Evaluate, Train
-    from finetune.data.batches import Batches
-    from finetune.data.encoding import encode
-    from finetune.data.inference import Inference
-    from finetune.evaluate.answers import generate_answers
-    from finetune.evaluate.judge import evaluate
-    from finetune.parallel.build import build_engine
-    from finetune.parallel.mesh import World
-    from finetune.tasks import Seq2Seq
+    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.config import Adapter, Evaluate, Train
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.encoding import encode
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.answers import generate_answers
+    from flatshift.finetune.evaluate.judge import evaluate
+    from flatshift.finetune.parallel.build import build_engine
+    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.tasks import Seq2Seq
 
     task, cpu = Seq2Seq(score="generate", max_new_tokens=4), torch.device("cpu")
     world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)
@@ -64,13 +64,13 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
 
 def all_meshes(source: str) -> dict[str, dict[str, Any]]:
     """`curve` on each of the meshes, one after the other, in the same processes."""
-    from finetune.config import Mesh
+    from flatshift.finetune.config import Mesh
 
     return {name: curve(source, Mesh(**axes)) for name, axes in MESHES.items()}
 
 
 def test_every_mesh_trains_judges_and_answers_as_one_process(tmp_path: Path) -> None:
-    from finetune.config import Mesh
+    from flatshift.finetune.config import Mesh
 
     torch.set_num_threads(1)
     source = str(save_encoder_decoder("t5-gated", tmp_path))

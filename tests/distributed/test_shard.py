@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.config import Mesh
-from finetune.errors import UserError
-from finetune.models.meta import empty_model
-from finetune.models.weight_names import Checkpoint, canonical
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.fsdp import shard
-from finetune.parallel.layout import Layout, Slice, put, whole_all
-from finetune.parallel.mesh import World
-from finetune.parallel.weights import load_weights, materialize
-from finetune.seeds import torch_generator
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.meta import empty_model
+from flatshift.finetune.models.weight_names import Checkpoint, canonical
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.fsdp import shard
+from flatshift.finetune.parallel.layout import Layout, Slice, put, whole_all
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.weights import load_weights, materialize
+from flatshift.finetune.seeds import torch_generator
 from tests.distributed_ranks import run_ranks
 
 ROWS, TOKENS, VOCABULARY = 8, 12, 96
@@ -108,7 +108,7 @@ def fill(model: nn.Module, names: Any, layout: Layout) -> None:
 
 def reference(kind: str, directory: Path, **more: Any) -> Any:
     """The same model whole, loaded by transformers."""
-    from finetune.models.backbone import quiet_transformers
+    from flatshift.finetune.models.backbone import quiet_transformers
 
     with quiet_transformers():
         model = auto(kind).from_pretrained(directory, dtype=more.get("precision", torch.float32), **options(kind))
@@ -373,7 +373,7 @@ def refused(directory: Path) -> list[str]:
             said.append(str(error))
     world = World.of(Mesh(dp=2), CPU)
     model = adapted(empty_model(auto("llama"), directory, dtype=torch.float32), "llama", rank=2, dtype=torch.float32)
-    from finetune.parallel import fsdp as module
+    from flatshift.finetune.parallel import fsdp as module
 
     module.fully_shard = lambda unit, **options: unit  # what a library does that ignores the CPU
     try:

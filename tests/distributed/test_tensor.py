@@ -13,14 +13,14 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from finetune.compute.slices import slice_rows
-from finetune.config import Mesh
-from finetune.models.meta import empty_model
-from finetune.models.weight_names import Checkpoint, canonical
-from finetune.parallel.layout import Layout
-from finetune.parallel.mesh import World
-from finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
-from finetune.parallel.weights import load_weights, materialize
+from flatshift.finetune.compute.slices import slice_rows
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.models.meta import empty_model
+from flatshift.finetune.models.weight_names import Checkpoint, canonical
+from flatshift.finetune.parallel.layout import Layout
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
+from flatshift.finetune.parallel.weights import load_weights, materialize
 from tests.distributed_ranks import run_ranks
 from tests.tensor_models import KINDS, VOCABULARY, adapted, backbone, inputs
 

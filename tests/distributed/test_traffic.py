@@ -11,8 +11,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks._collectives import SCALARS, Collectives
 from benchmarks.sharding_traffic import added, arguments, cases, count_all
-from finetune.config import Mesh
-from finetune.parallel.mesh import World
+from flatshift.finetune.config import Mesh
+from flatshift.finetune.parallel.mesh import World
 from tests.distributed_ranks import run_ranks
 
 FAST = {

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from selection import sinkhorn_potentials
-from selection.transport.blocks import BLOCK, Tree, block_sums, tiles
-from selection.transport.large import stratified
-from selection.transport.ranks import Team
+from flatshift.selection import sinkhorn_potentials
+from flatshift.selection.transport.blocks import BLOCK, Tree, block_sums, tiles
+from flatshift.selection.transport.large import stratified
+from flatshift.selection.transport.ranks import Team
 from tests.distributed_ranks import run_ranks
 
 ROWS = 9 * BLOCK + 77

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from selection import SelectionError, sinkhorn_potentials
-from selection.transport.ranks import Team
+from flatshift.selection import SelectionError, sinkhorn_potentials
+from flatshift.selection.transport.ranks import Team
 from tests.distributed_ranks import run_ranks
 
 SPLIT = 2_500

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.resolve import shipped_recipes
 from flatshift.cli import run
 from flatshift.command_line import parse, split_overrides
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.resolve import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
@@ -151,7 +151,7 @@ def test_the_page_on_feature_shards(home: Path) -> None:
 
 
 def test_the_python_of_the_page_on_double_descent() -> None:
-    from experiments.statistics import Curve
+    from flatshift.experiments.statistics import Curve
 
     noise = np.random.default_rng(0).normal(0, 0.01, (5, 6))
     ranks, peak = [1, 2, 4, 8, 16, 32], np.array([0.5, 0.4, 0.45, 0.7, 0.4, 0.3])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from finetune.data.encoding import encode
-from finetune.data.rows import read_rows
-from finetune.tasks import Chat, Classify, Completion
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.tasks import Chat, Classify, Completion
 from tests.chat_models import chat_tokenizer, unmarked
 from tests.data_models import byte_tokenizer
 

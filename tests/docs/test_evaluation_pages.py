@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from experiments.recipe.build import build
-from experiments.recipe.tree import parse
-from finetune.evaluate.metrics import names_of
-from finetune.evaluate.prompts import Prompt, shipped
 from flatshift.cli import run
+from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.tree import parse
+from flatshift.finetune.evaluate.metrics import names_of
+from flatshift.finetune.evaluate.prompts import Prompt, shipped
 from tests.cli.test_eval_side_by_side import trained
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

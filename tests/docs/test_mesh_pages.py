@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from experiments.recipe import from_override, load_recipe
-from finetune.config import Adapter, Mesh, Train
-from finetune.parallel.pipeline.plan import bubble, virtual_stages
-from finetune.planner.footprint import Sizes, footprint
-from finetune.planner.rules import Settings, check_settings
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.parallel.pipeline.plan import bubble, virtual_stages
+from flatshift.finetune.planner.footprint import Sizes, footprint
+from flatshift.finetune.planner.rules import Settings, check_settings
 from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
 

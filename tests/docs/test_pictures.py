@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.report import build_report
+from flatshift.experiments.report import build_report
 from scripts.draw_pictures import PAGES, PICTURES, headings
 from tests import report_runs
 

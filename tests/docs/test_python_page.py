@@ -40,7 +40,7 @@ def test_the_page_runs_up_to_its_sweep(
     assert sorted(found["picked"].indices) == [0, 2] and sorted(found["selector"].select(2)) == [0, 2]
     assert found["run"].finished and found["run"].recipe.train.steps == 4
     assert found["run"].metrics["test"] == found["run"].evaluate()["test"], "the adapter is another one"
-    from experiments.results.run import read_run
+    from flatshift.experiments.results.run import read_run
 
     kept = read_run(Path("runs/first")).predictions["test"]
     again = found["run"].predict([row["text"] for row in kept.shown[:3]])

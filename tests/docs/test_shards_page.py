@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from selection.features import open_directory
+from flatshift.selection.features import open_directory
 from tests.patience import HANG_S
 
 pytest.importorskip("datatrove")

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.example import Example
-from finetune.models.load import load_backbone
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import Completion, LanguageModel
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import Completion, LanguageModel
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 
 

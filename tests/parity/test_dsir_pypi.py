@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from selection import DSIRSelector, Pool
-from selection.methods import dsir
-from selection.methods.dsir import Sha256Hasher
+from flatshift.selection import DSIRSelector, Pool
+from flatshift.selection.methods import dsir
+from flatshift.selection.methods.dsir import Sha256Hasher
 
 R = np.random.default_rng(0)
 WORDS = ["the", "Cat", "sat", "naïve", "東京", "x_1", "…", "don't", "e.g.", "GPU", "100", "%", "ﬁne"]

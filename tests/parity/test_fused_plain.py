@@ -14,10 +14,10 @@ import transformers
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from regularizers.layers.forward import AddedTerm
-from regularizers.layers.fused import FusedLayers, FusedLora
-from regularizers.layers.sites import find_lora_sites
-from regularizers.methods.sam import _collecting
+from flatshift.regularizers.layers.forward import AddedTerm
+from flatshift.regularizers.layers.fused import FusedLayers, FusedLora
+from flatshift.regularizers.layers.sites import find_lora_sites
+from flatshift.regularizers.methods.sam import _collecting
 from tests.regularizer_models import clear, frozen_checksums, gradients, tiny_gpt2, tiny_llama, tokens, with_lora
 
 

@@ -13,8 +13,8 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from regularizers import GGPO, build
-from regularizers.layers.signs import signs
+from flatshift.regularizers import GGPO, build
+from flatshift.regularizers.layers.signs import signs
 from tests.regularizer_models import (
     base_weights,
     clear,
@@ -77,7 +77,7 @@ def embeddings(ids: Tensor, width: int = 32) -> Tensor:
 
 @pytest.mark.parametrize("case", LAYERS)
 def test_loss_and_all_gradients_equal_autograd_through_dense_noise(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regularizers.layers import branch
+    from flatshift.regularizers.layers import branch
 
     make, fused = LAYERS[case]
     model, ids = make(), tokens()

@@ -12,10 +12,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from regularizers import GGPO, RegularizerError, build
-from regularizers.layers.signs import signs
-from regularizers.mesh import Alone
-from regularizers.methods.ggpo import GGPORegularizer
+from flatshift.regularizers import GGPO, RegularizerError, build
+from flatshift.regularizers.layers.signs import signs
+from flatshift.regularizers.mesh import Alone
+from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import (
     base_weights,
     clear,

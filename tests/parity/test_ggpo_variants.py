@@ -14,8 +14,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from regularizers import GGPO, build
-from regularizers.layers.sites import find_lora_sites
+from flatshift.regularizers import GGPO, build
+from flatshift.regularizers.layers.sites import find_lora_sites
 from tests.regularizer_models import clear, densely_perturbed, gradients, loss_of, tiny_llama, tokens, with_lora
 
 INVOCATION = 5

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from finetune.evaluate.classes import Pairs, accuracy, f1_macro, judge_classes, matthews
+from flatshift.finetune.evaluate.classes import Pairs, accuracy, f1_macro, judge_classes, matthews
 
 THEIRS = {
     "accuracy": accuracy_score,

@@ -10,21 +10,21 @@ import torch
 from nltk.translate.chrf_score import sentence_chrf
 from transformers.trainer_pt_utils import LabelSmoother
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.data.labels import Units
-from finetune.data.masking import Masking
-from finetune.evaluate.answers import chrf, generate_answers
-from finetune.evaluate.judge import evaluate
-from finetune.evaluate.multilabel import Sets, average_precision, f1_macro, f1_micro, judge_sets
-from finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.labels import Units
+from flatshift.finetune.data.masking import Masking
+from flatshift.finetune.evaluate.answers import chrf, generate_answers
+from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.multilabel import Sets, average_precision, f1_macro, f1_micro, judge_sets
+from flatshift.finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.data_models import text_rows
 from tests.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, scatter, several_rows
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder

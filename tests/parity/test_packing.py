@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.compute.loss import loss_sum
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.mixture import Mixture
-from finetune.errors import UserError
-from finetune.evaluate.leaks import refuse_leaks
-from finetune.tasks import Completion, LanguageModel
+from flatshift.finetune.compute.loss import loss_sum
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.mixture import Mixture
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.leaks import refuse_leaks
+from flatshift.finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 
 TOKENIZER = byte_tokenizer()

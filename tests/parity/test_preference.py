@@ -8,17 +8,17 @@ import math
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.evaluate.preference import quick_figures, score_answers
-from finetune.models.load import load_backbone
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import Preference
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import GGPO, MGPO, SAM, BiLora, LoraSAM, NEFTune, Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.evaluate.preference import quick_figures, score_answers
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import Preference
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import GGPO, MGPO, SAM, BiLora, LoraSAM, NEFTune, Plain, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 
 LOSSES = {
@@ -215,7 +215,7 @@ def test_a_loss_without_a_reference_has_no_distance_from_it(source):
 
 def test_a_regularizer_never_moves_the_reference(source, tmp_path, monkeypatch):
     """The reference of an update under noise is that of one without: known by the losses that tell it."""
-    import finetune.parallel.engine as engine
+    import flatshift.finetune.parallel.engine as engine
 
     seen = []
     usual = engine.with_reference

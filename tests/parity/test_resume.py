@@ -11,16 +11,16 @@ import textwrap
 
 import pytest
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.config import Adapter, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.example import Example
-from finetune.data.mixture import Mixture
-from finetune.models.load import load_backbone
-from finetune.run_directory import read_metrics
-from finetune.tasks import Completion
-from finetune.train.checkpointer import steps as saved_steps
-from regularizers import GGPO, Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.mixture import Mixture
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import read_metrics
+from flatshift.finetune.tasks import Completion
+from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, save_backbone
 from tests.stage_runs import run_or_stop
 
@@ -144,7 +144,7 @@ def test_kill_minus_nine_inside_save_and_rename(sources, tmp_path):
                 return result
             return wrapped
         import safetensors.torch
-        from finetune.train import checkpointer as checkpoint
+        from flatshift.finetune.train import checkpointer as checkpoint
         if place == "tensors":
             safetensors.torch.save_file = second(False, safetensors.torch.save_file)
         elif place == "json":

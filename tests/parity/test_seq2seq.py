@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.tasks import Seq2Seq
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.tasks import Seq2Seq
 from tests.data_models import text_rows
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 

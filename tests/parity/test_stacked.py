@@ -9,24 +9,24 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from experiments.recipe import from_override, load_recipe
-from experiments.studies.cell import cell_of, run_cell
-from experiments.studies.stack import run_stack
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
-from finetune.data.batches import Batches
-from finetune.data.example import Example
-from finetune.models.fingerprint import checksum
-from finetune.models.load import load_backbone
-from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked.host import Host
-from finetune.stacked.together import cell_engine, run_together, stage_work
-from finetune.tasks import Classify, Completion, LanguageModel
-from finetune.train.loop import TrainingStage, train_stage
-from finetune.train.throughput import RATES
-from finetune.train.trace.files import read_trace
-from finetune.train.trace.recorder import Recording
-from regularizers import BAR, GGPO, MGPO, FlatLora, LoraSAM, Plain, RegularizerConfig, build
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.studies.cell import cell_of, run_cell
+from flatshift.experiments.studies.stack import run_stack
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Record, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import METRICS, RunDirectory, read_metrics
+from flatshift.finetune.stacked.host import Host
+from flatshift.finetune.stacked.together import cell_engine, run_together, stage_work
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.throughput import RATES
+from flatshift.finetune.train.trace.files import read_trace
+from flatshift.finetune.train.trace.recorder import Recording
+from flatshift.regularizers import BAR, GGPO, MGPO, FlatLora, LoraSAM, Plain, RegularizerConfig, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 
 LABELS = ("a", "b", "c")

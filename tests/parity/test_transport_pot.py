@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from selection import sinkhorn_potentials
+from flatshift.selection import sinkhorn_potentials
 
 ot = pytest.importorskip("ot")
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.adapters.adapter import (
+from flatshift.finetune.adapters.adapter import (
     WEIGHTS,
     attach_adapter,
     load_adapter,
@@ -17,10 +17,10 @@ from finetune.adapters.adapter import (
     trainable,
     write_adapter,
 )
-from finetune.config import Adapter
-from finetune.errors import UserError
-from finetune.models.load import load_backbone
-from finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 
 LM, CLS = LanguageModel(), Classify()

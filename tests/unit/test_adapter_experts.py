@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, attach_on_meta, load_adapter, save_adapter, trainable
-from finetune.config import Adapter
-from finetune.errors import UserError
-from finetune.models.load import load_backbone
-from finetune.models.meta import build_skeleton
-from finetune.parallel.build import refuse_parameters
-from finetune.tasks import LanguageModel
-from regularizers import GGPO, build
-from regularizers.layers.sites import find_lora_sites
+from flatshift.finetune.adapters.adapter import attach_adapter, attach_on_meta, load_adapter, save_adapter, trainable
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.parallel.build import refuse_parameters
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers import GGPO, build
+from flatshift.regularizers.layers.sites import find_lora_sites
 from tests.adapter_models import logits_of, move
 
 LM = LanguageModel(pack=False)

@@ -8,15 +8,15 @@ import importlib.util
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-from finetune.adapters.initial_values import TAKES_OUT, Calibration
-from finetune.adapters.offsets import lora_layers, offsets_of
-from finetune.config import Adapter, Mesh, Train
-from finetune.data.example import Example
-from finetune.errors import UserError
-from finetune.models.load import load_backbone
-from finetune.planner.rules import Settings, check_settings
-from finetune.tasks import LanguageModel
+from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
+from flatshift.finetune.adapters.initial_values import TAKES_OUT, Calibration
+from flatshift.finetune.adapters.offsets import lora_layers, offsets_of
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.tasks import LanguageModel
 from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone
 

@@ -16,29 +16,29 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.data.encode import is_large
-from experiments.recipe.config import Recipe
-from experiments.recipe.rules import check_rules
-from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
-from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
-from finetune.data.columns import Examples
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.errors import UserError
-from finetune.evaluate import ranking
-from finetune.evaluate.generation import lacking_room
-from finetune.evaluate.perplexity import document_nats
-from finetune.models.anatomy import position_limit
-from finetune.models.fingerprint import checksum
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.planner.memory import memory_plan
-from finetune.run_directory import read_metrics
-from finetune.stacked.limits import refusal
-from finetune.tasks import Classify, Completion, LanguageModel
-from finetune.train.stage import check_length
-from regularizers import GGPO, Plain, RegularizerError, build
+from flatshift.experiments.data.encode import is_large
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.rules import check_rules
+from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
+from flatshift.finetune.compute.loss import batch_loss, find_head
+from flatshift.finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
+from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate import ranking
+from flatshift.finetune.evaluate.generation import lacking_room
+from flatshift.finetune.evaluate.perplexity import document_nats
+from flatshift.finetune.models.anatomy import position_limit
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.planner.memory import memory_plan
+from flatshift.finetune.run_directory import read_metrics
+from flatshift.finetune.stacked.limits import refusal
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel
+from flatshift.finetune.train.stage import check_length
+from flatshift.regularizers import GGPO, Plain, RegularizerError, build
 from tests.finetune_models import IGNORED, Micro, RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 
@@ -303,7 +303,7 @@ def test_nothing_else_trains_and_a_resumed_run_ends_with_the_same_bits(sources, 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_recomputed_blocks_see_the_same(mode, sources):
-    from finetune.parallel.activation_checkpoint import checkpoint_activations
+    from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 
     gradients = []
     for checkpointing in ("none", mode):

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from finetune.adapters.adapter import (
+from flatshift.finetune.adapters.adapter import (
     attach_adapter,
     attach_on_meta,
     load_adapter,
@@ -16,18 +16,18 @@ from finetune.adapters.adapter import (
     save_adapter,
     trainable,
 )
-from finetune.adapters.combine import combine
-from finetune.adapters.merge import merge_files
-from finetune.adapters.offsets import lora_layers
-from finetune.adapters.saved import SavedAdapter, check_start
-from finetune.config import Adapter, Optimizer
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
-from finetune.models.fingerprint import fingerprint
-from finetune.models.load import load_backbone
-from finetune.models.meta import build_skeleton
-from finetune.tasks import Classify, LanguageModel
-from finetune.train.optimizer import AdapterOptimizer
+from flatshift.finetune.adapters.combine import combine
+from flatshift.finetune.adapters.merge import merge_files
+from flatshift.finetune.adapters.offsets import lora_layers
+from flatshift.finetune.adapters.saved import SavedAdapter, check_start
+from flatshift.finetune.config import Adapter, Optimizer
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.fingerprint import fingerprint
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.train.optimizer import AdapterOptimizer
 from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
-from finetune.config import Adapter, Mesh, Optimizer, Train
-from finetune.errors import UserError
-from finetune.models.anatomy import position_limit
-from finetune.models.load import load_backbone
-from finetune.planner.rules import Settings, check_settings
-from finetune.run_directory import read_metrics
-from finetune.tasks import Classify, Completion, LanguageModel
-from regularizers import GGPO, RegularizerError, build
+from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.anatomy import position_limit
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.run_directory import read_metrics
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel
+from flatshift.regularizers import GGPO, RegularizerError, build
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-from finetune.config import Adapter, Mesh, Optimizer, Train
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.planner.rules import Settings, check_settings
-from finetune.tasks import Classify
-from finetune.train.optimizer import AdapterOptimizer
+from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.tasks import Classify
+from flatshift.finetune.train.optimizer import AdapterOptimizer
 from tests.finetune_models import save_backbone
 
 CLS = Classify()

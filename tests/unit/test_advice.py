@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from experiments.recipe import from_override, load_recipe
-from experiments.workflows.train import train
-from finetune.adapters.adapter import trainable
-from finetune.config import Optimizer
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.planner.capacity import Capacity, bits_each
-from finetune.tasks import Classify, Completion, LanguageModel, Preference, Regress
-from finetune.train.optimizer import AdapterOptimizer
-from finetune.train.trace.curvature import curvature_figures, mean_squares, rate_line
-from finetune.train.trace.files import read_trace
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.workflows.train import train
+from flatshift.finetune.adapters.adapter import trainable
+from flatshift.finetune.config import Optimizer
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.planner.capacity import Capacity, bits_each
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Preference, Regress
+from flatshift.finetune.train.optimizer import AdapterOptimizer
+from flatshift.finetune.train.trace.curvature import curvature_figures, mean_squares, rate_line
+from flatshift.finetune.train.trace.files import read_trace
 from tests.data_models import byte_tokenizer, text_rows
 from tests.regularizer_models import frozen_checksums, tiny_gpt2, with_lora
 from tests.unit.test_data_mixture import MIXTURE, SIZES

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import flatshift
-from experiments.recipe import from_override, load_recipe
-from selection.methods.gotd import GotD
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.selection.methods.gotd import GotD
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune import assets
-from finetune.errors import UserError
+from flatshift.finetune import assets
+from flatshift.finetune.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = ("scicite", "banking", "snli")

@@ -8,18 +8,18 @@ import shutil
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.compute.numerics import uses_dropout
-from finetune.config import Adapter
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
-from finetune.models.fingerprint import checksum
-from finetune.models.hidden_states import hidden_state_encoder
-from finetune.models.load import load_backbone
-from finetune.models.meta import build_skeleton
-from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.compute.numerics import uses_dropout
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.hidden_states import hidden_state_encoder
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 
@@ -136,7 +136,7 @@ def test_dropout_is_set_in_every_configuration_inside_or_refused(tmp_path, monke
         for dropout in (None, 0.0, 0.3)
     }
     assert rates == {None: {0.1}, 0.0: {0.0}, 0.3: {0.3}}
-    monkeypatch.setattr("finetune.models.meta.dropout_rates", lambda config: iter(()))
+    monkeypatch.setattr("flatshift.finetune.models.meta.dropout_rates", lambda config: iter(()))
     with pytest.raises(UserError, match="has dropout that its configuration does not name"):
         load_backbone(tmp_path, task=Seq2Seq(), dropout=0.0)
     with pytest.raises(UserError, match=r"^train\.backbone_dropout: config\.json of this backbone names no dropout"):

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from experiments.recipe import resume_recipe
-from experiments.workflows import export, merge, train
-from experiments.workflows.evaluate import evaluate_run
-from experiments.workflows.generate import generate_from_run
-from experiments.workflows.initial_adapter import check_backbone
-from experiments.workflows.sharpness import measure_run
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
+from flatshift.experiments.recipe import resume_recipe
+from flatshift.experiments.workflows import export, merge, train
+from flatshift.experiments.workflows.evaluate import evaluate_run
+from flatshift.experiments.workflows.generate import generate_from_run
+from flatshift.experiments.workflows.initial_adapter import check_backbone
+from flatshift.experiments.workflows.sharpness import measure_run
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import transformers
 
-from experiments.data.splits import prepare
-from experiments.recipe import Resolved, load_recipe
-from experiments.results.cells import read_result
-from experiments.run.console import Console
-from experiments.studies.cell import cell_of, run_cell
-from experiments.studies.compare.measures import Measures
-from experiments.workflows.build import judge_splits, lay_out
-from experiments.workflows.train import train
-from finetune.errors import UserError
-from finetune.models import backbone as module
-from finetune.models.backbone import open_backbone
-from finetune.parallel import build
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import Resolved, load_recipe
+from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import cell_of, run_cell
+from flatshift.experiments.studies.compare.measures import Measures
+from flatshift.experiments.workflows.build import judge_splits, lay_out
+from flatshift.experiments.workflows.train import train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models import backbone as module
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.parallel import build
 from tests.finetune_models import save_backbone
 
 RECIPE = """

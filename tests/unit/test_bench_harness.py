@@ -83,7 +83,7 @@ def test_a_failed_gpu_run_is_a_row_with_its_reason(tmp_path, monkeypatch):
     bench = Benchmark("x")
     gotd_million._gpu(bench, tmp_path, 300, 20)
     assert bench.rows[0]["ours"] is None
-    assert bench.rows[0]["reason"] == "not finished: selection.errors.SelectionError: too little memory"
+    assert bench.rows[0]["reason"] == "not finished: flatshift.selection.errors.SelectionError: too little memory"
 
 
 def test_the_millions_cap_holds_what_the_solver_needs():

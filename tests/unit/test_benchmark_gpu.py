@@ -132,9 +132,9 @@ def test_the_whole_of_it_can_be_rehearsed(tmp_path):
 @pytest.mark.parametrize("tied", [True, False])
 def test_operations_in_closed_form_are_those_that_hooks_count(tied):
     from benchmarks.gpu.llama import Shape, adapted, batches, operations
-    from finetune.parallel.engine import Engine
-    from finetune.tasks import LanguageModel
-    from finetune.train.throughput import Tally, attention_width
+    from flatshift.finetune.parallel.engine import Engine
+    from flatshift.finetune.tasks import LanguageModel
+    from flatshift.finetune.train.throughput import Tally, attention_width
 
     shape, rows, sequence, rank = Shape(64, 160, 3, 4, 2, 512, tied), 2, 24, 4
     model = adapted(shape, "cpu", rank=rank).train()
@@ -145,7 +145,7 @@ def test_operations_in_closed_form_are_those_that_hooks_count(tied):
         head = engine.find_head(micro.inputs, task=task)
         tally = Tally()
         with tally.watching(model, width=attention_width(model.config), head=head):
-            from finetune.compute.loss import batch_loss
+            from flatshift.finetune.compute.loss import batch_loss
 
             batch_loss(model, micro, task=task, head=head)
     assert head is not None and micro.supervised == rows * (sequence - 1)
@@ -173,9 +173,9 @@ def test_the_shapes_are_those_of_llama():
 def test_the_transport_baseline_evaluates_what_ours_does():
     from benchmarks.gpu.devices import Device
     from benchmarks.gpu.transport import _blocks, data
-    from selection.transport.kernel import Streamed
-    from selection.transport.problem import pose
-    from selection.transport.rows import StreamedRows
+    from flatshift.selection.transport.kernel import Streamed
+    from flatshift.selection.transport.problem import pose
+    from flatshift.selection.transport.rows import StreamedRows
 
     x, y = data(700, 40, 12, "cpu")
     assert x.dtype == np.float16 and np.allclose(np.linalg.norm(x.astype(float), axis=1), 1, atol=2e-3)

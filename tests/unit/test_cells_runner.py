@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.studies.cells.runner import Runner
-from experiments.results.cells import read_result
-from experiments.run.console import Console
-from experiments.studies.study import claim_study
-from finetune.errors import UserError
+from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.study import claim_study
+from flatshift.finetune.errors import UserError
 from tests.kill_points import kill_points
 from tests.study_cells import StandIn, run_stand_in
 

@@ -10,13 +10,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from finetune.data.chat.answers import Answers, Sample
-from finetune.data.chat.conversation import read_conversation
-from finetune.data.chat.template import ChatTemplate
-from finetune.data.chat.tokens import TokenMap
-from finetune.data.encoding import encode
-from finetune.errors import UserError
-from finetune.tasks import Chat
+from flatshift.finetune.data.chat.answers import Answers, Sample
+from flatshift.finetune.data.chat.conversation import read_conversation
+from flatshift.finetune.data.chat.template import ChatTemplate
+from flatshift.finetune.data.chat.tokens import TokenMap
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, DATE, chat_tokenizer, conversation
 from tests.data_models import byte_tokenizer, row
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from finetune.config import Evaluate
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.data.panel import first_batch_panel
-from finetune.errors import UserError
-from finetune.evaluate.answers import generate_answers
-from finetune.evaluate.judge import evaluate
-from finetune.evaluate.perplexity import document_nats
-from finetune.tasks import Chat
+from flatshift.finetune.config import Evaluate
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.answers import generate_answers
+from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.perplexity import document_nats
+from flatshift.finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import byte_tokenizer, row, tiny_model
 

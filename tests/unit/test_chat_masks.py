@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data.encoding import IGNORE, encode
-from finetune.tasks import Chat
+from flatshift.finetune.data.encoding import IGNORE, encode
+from flatshift.finetune.tasks import Chat
 from tests.chat_models import (
     CONVERSATIONS,
     DATE,

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from finetune.config import Columns
-from finetune.data.chat.conversation import open_turns, read_conversation
-from finetune.data.encoding import encode
-from finetune.data.rows import read_rows
-from finetune.errors import UserError
-from finetune.tasks import Chat
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data.chat.conversation import open_turns, read_conversation
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Chat
 from tests.chat_models import chat_tokenizer
 from tests.data_models import byte_tokenizer, row, write_jsonl
 

@@ -6,15 +6,15 @@ import json
 
 import pytest
 
-from experiments.data import encode as tokens
-from experiments.data.splits import prepare
-from experiments.recipe import from_override, load_recipe
-from finetune.data.chat.encode import ask, question
-from finetune.data.chat.template import template_text
-from finetune.data.columns import Examples
-from finetune.data.encoding import encode
-from finetune.errors import UserError
-from finetune.tasks import Chat
+from flatshift.experiments.data import encode as tokens
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.data.chat.encode import ask, question
+from flatshift.finetune.data.chat.template import template_text
+from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import byte_tokenizer, row, write_jsonl
 

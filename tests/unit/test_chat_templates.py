@@ -7,10 +7,16 @@ import json
 
 import pytest
 
-from finetune.data.chat.template import ChatTemplate, resolved_template, set_template, shipped_templates, template_line
-from finetune.data.encoding import IGNORE, encode
-from finetune.errors import UserError
-from finetune.tasks import Chat
+from flatshift.finetune.data.chat.template import (
+    ChatTemplate,
+    resolved_template,
+    set_template,
+    shipped_templates,
+    template_line,
+)
+from flatshift.finetune.data.encoding import IGNORE, encode
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import byte_tokenizer, row
 

@@ -8,9 +8,16 @@ import json
 import pytest
 import torch
 
-from finetune.errors import Interrupted
-from finetune.train import checkpointer as module
-from finetune.train.checkpointer import drop_checkpoints, latest_checkpoint, pack, save_checkpoint, steps, unpack
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.train import checkpointer as module
+from flatshift.finetune.train.checkpointer import (
+    drop_checkpoints,
+    latest_checkpoint,
+    pack,
+    save_checkpoint,
+    steps,
+    unpack,
+)
 
 
 def tensors(value):

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.auto import settled
-from experiments.recipe.studies import Comparison, StudyMethod, StudyTask
-from experiments.report.chapters.comparison import page
-from experiments.statistics.intervals import detectable, holm, paired_p
-from experiments.studies.compare.analysis import endpoint
-from experiments.studies.compare.plan import Plan
-from experiments.studies.compare.run import Outcome, compare
-from experiments.studies.compare.tuning import (
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.studies import Comparison, StudyMethod, StudyTask
+from flatshift.experiments.report.chapters.comparison import page
+from flatshift.experiments.statistics.intervals import detectable, holm, paired_p
+from flatshift.experiments.studies.compare.analysis import endpoint
+from flatshift.experiments.studies.compare.plan import Plan
+from flatshift.experiments.studies.compare.run import Outcome, compare
+from flatshift.experiments.studies.compare.tuning import (
     FAILED,
     Score,
     Setting,
@@ -31,8 +31,8 @@ from experiments.studies.compare.tuning import (
     on_edge,
     together,
 )
-from experiments.workflows.store_upload import require_finished
-from finetune.errors import Interrupted, UserError
+from flatshift.experiments.workflows.store_upload import require_finished
+from flatshift.finetune.errors import Interrupted, UserError
 from tests.comparison_study import make_study
 
 # --------------------------------------------------------------------------------------------- trials
@@ -246,7 +246,7 @@ def test_a_finished_comparison_is_sealed_and_its_next_start_is_unfinished(made, 
     def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("experiments.studies.compare.run._tune", killed)
+    monkeypatch.setattr("flatshift.experiments.studies.compare.run._tune", killed)
     with pytest.raises(Interrupted):
         compare(str(recipe), copy, data=recipe.parent, jobs=1, quiet=True)
     with pytest.raises(UserError, match="is not finished"):
@@ -281,7 +281,7 @@ def test_results_of_the_form_before_are_read_and_those_that_failed_run_again(mad
 
 def test_the_cells_that_are_kept_are_those_that_the_shipped_comparison_asks_for(tmp_path: Path) -> None:
     from benchmarks.flat_comparison import KEPT
-    from experiments.results.cells import read_result
+    from flatshift.experiments.results.cells import read_result
 
     found = [read_result(file.with_suffix("")) for file in sorted((KEPT / "cells").glob("*.json"))[:40]]
     assert all(result is not None and result["status"] == "done" for result in found)
@@ -349,8 +349,8 @@ def test_rows_that_a_killed_save_left_half_written_are_swept(made, tmp_path: Pat
 
 
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:
-    from experiments.data.splits import prepare
-    from experiments.workflows.build import lay_out
+    from flatshift.experiments.data.splits import prepare
+    from flatshift.experiments.workflows.build import lay_out
 
     recipe, _, _ = made
     plan = Plan(str(recipe), [], data=recipe.parent)
@@ -394,8 +394,8 @@ def test_a_diverged_run_counts_with_the_floor_and_a_failed_one_not(made) -> None
 def test_the_endpoint_its_test_and_its_bootstrap_from_known_answers(tmp_path: Path) -> None:
     from scipy.stats import ttest_rel
 
-    from experiments.report.chapters.comparison import page
-    from experiments.studies.compare.analysis import analyse
+    from flatshift.experiments.report.chapters.comparison import page
+    from flatshift.experiments.studies.compare.analysis import analyse
 
     recipe = make_study(tmp_path, seeds=6)
     plan = Plan(str(recipe), [], data=tmp_path, tasks=["easy"])
@@ -447,8 +447,8 @@ def test_what_cannot_run_is_refused_before_anything_runs(made, tmp_path: Path, m
         compare(str(recipe), out, data=recipe.parent, methods=["gppo"])
     with pytest.raises(UserError, match="--data"):
         compare(str(recipe), out)
-    import regularizers.protocol as protocol
-    from regularizers.config import GGPO
+    import flatshift.regularizers.protocol as protocol
+    from flatshift.regularizers.config import GGPO
 
     monkeypatch.setitem(protocol._HOMES, GGPO, "nowhere:gone")
     with pytest.raises(UserError, match="method 'ggpo' cannot run"):

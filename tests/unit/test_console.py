@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.run.console import Console, never_silent, others_speak
-from finetune.errors import Interrupted
+from flatshift.experiments.run.console import Console, never_silent, others_speak
+from flatshift.finetune.errors import Interrupted
 
 
 def test_silence_is_broken_unless_somebody_else_speaks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +41,7 @@ def test_the_pace_after_a_resume_is_that_of_this_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr("experiments.run.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("flatshift.experiments.run.console.time.monotonic", lambda: now[0])
     with Console().task("fine-tune", 400, "steps") as bar:
         now[0] = 10.0
         bar(236)
@@ -54,7 +54,7 @@ def test_an_evaluation_is_followed_row_by_row_and_token_by_token(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("experiments.run.console.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("flatshift.experiments.run.console.time", SimpleNamespace(monotonic=lambda: clock[0]))
     with Console().evaluating("evaluating test", 8) as beat:
         beat(0)
     assert capsys.readouterr().err == ""  # nothing is said of what takes no time

@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from selection import CynicalSelector, MooreLewisSelector, Pool, SelectionError, TokenRows
-from selection.methods import cynical
+from flatshift.selection import CynicalSelector, MooreLewisSelector, Pool, SelectionError, TokenRows
+from flatshift.selection.methods import cynical
 
 SIZE = 30
 

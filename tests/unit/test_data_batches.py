@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.batches import Batches, pack_order
-from finetune.data.encoding import IGNORE, encode
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.data.panel import first_batch_panel, panel_spans
-from finetune.errors import UserError
-from finetune.tasks import Classify, Completion, LanguageModel
+from flatshift.finetune.data.batches import Batches, pack_order
+from flatshift.finetune.data.encoding import IGNORE, encode
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.panel import first_batch_panel, panel_spans
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows
 
 TOKENIZER = byte_tokenizer()

@@ -10,15 +10,15 @@ import time
 import numpy as np
 import pytest
 
-from finetune import cache_directory
-from finetune.data.batches import Batches
-from finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
-from finetune.data.encoding import encode
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.data.token_cache import TokenCache
-from finetune.errors import UserError
-from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
+from flatshift.finetune import cache_directory
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.token_cache import TokenCache
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 
 TOKENIZER = byte_tokenizer()

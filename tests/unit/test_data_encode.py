@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.data.encoding import IGNORE, encode
-from finetune.data.labels import sort_labels
-from finetune.data.template import Template, fit_completion
-from finetune.errors import UserError
-from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
+from flatshift.finetune.data.encoding import IGNORE, encode
+from flatshift.finetune.data.labels import sort_labels
+from flatshift.finetune.data.template import Template, fit_completion
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows
 
 TOKENIZER = byte_tokenizer()

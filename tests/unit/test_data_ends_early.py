@@ -8,12 +8,12 @@ import types
 
 import pytest
 
-from experiments.data import encode
-from experiments.data.splits import prepare
-from experiments.recipe import from_override, load_recipe
-from finetune.data.mixture import Mixture
-from finetune.data.rows import read_rows
-from finetune.errors import UserError
+from flatshift.experiments.data import encode
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.data.mixture import Mixture
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError
 from tests.data_models import write_jsonl
 
 BASE = """

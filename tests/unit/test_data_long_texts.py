@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from finetune.data import encoding
-from finetune.data.encoding import encode
-from finetune.data.rows import Row
-from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Seq2Seq
-from finetune.tasks.objective import Objective
+from flatshift.finetune.data import encoding
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Seq2Seq
+from flatshift.finetune.tasks.objective import Objective
 
 LENGTH = 16
 _DIGITS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
@@ -154,9 +154,9 @@ def test_little_of_a_long_text_is_tokenised(monkeypatch) -> None:
 
 
 def test_the_least_number_is_said_as_one(monkeypatch) -> None:
-    from finetune.config import Train
-    from finetune.data.encoding import Losses
-    from finetune.errors import UserError
+    from flatshift.finetune.config import Train
+    from flatshift.finetune.data.encoding import Losses
+    from flatshift.finetune.errors import UserError
 
     monkeypatch.setattr(encoding, "_CHARACTERS", 64)
     tokenizer = TOKENIZERS["GPT-2's"]()

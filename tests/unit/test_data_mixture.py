@@ -9,11 +9,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.mixture import Epochs, Mixed, Mixture, Proportions
-from finetune.errors import UserError
-from finetune.tasks import Classify, Completion, LanguageModel
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.mixture import Epochs, Mixed, Mixture, Proportions
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows
 
 TOKENIZER = byte_tokenizer()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from finetune.data.noise import label_noise, noisy_rows
-from finetune.errors import UserError
+from flatshift.finetune.data.noise import label_noise, noisy_rows
+from flatshift.finetune.errors import UserError
 from tests.data_models import row
 
 

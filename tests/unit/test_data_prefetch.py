@@ -8,17 +8,17 @@ import time
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.masking import Masking
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.parallel.mesh import World
-from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM
-from finetune.train import prefetch
-from finetune.train.prefetch import Prefetch, fed
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.masking import Masking
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM
+from flatshift.finetune.train import prefetch
+from flatshift.finetune.train.prefetch import Prefetch, fed
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 from tests.stage_runs import run_or_stop

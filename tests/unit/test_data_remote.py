@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import flatshift
-from finetune.data import formats, remote
-from finetune.data.files import describe, expand
-from finetune.data.rows import read_rows
-from finetune.errors import UserError, address_of, is_remote, user_path
 from flatshift.cli import run
+from flatshift.finetune.data import formats, remote
+from flatshift.finetune.data.files import describe, expand
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError, address_of, is_remote, user_path
 from tests.object_store import ObjectStore, Put, bucket, forget_clients, object_store
 
 fsspec = pytest.importorskip("fsspec")

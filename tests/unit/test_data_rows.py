@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config import Columns
-from finetune.data import formats
-from finetune.data.files import describe, expand
-from finetune.data.formats import HubName
-from finetune.data.rows import canonical_label, limit_rows, read_rows, require_rows
-from finetune.errors import UserError
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data import formats
+from flatshift.finetune.data.files import describe, expand
+from flatshift.finetune.data.formats import HubName
+from flatshift.finetune.data.rows import canonical_label, limit_rows, read_rows, require_rows
+from flatshift.finetune.errors import UserError
 from tests.data_models import write_jsonl
 
 RECORDS = [{"text": f"größe {i}", "label": i % 3, "extra": [i]} for i in range(50)]

@@ -8,21 +8,21 @@ from collections import Counter
 
 import pytest
 
-from experiments.data import encode as tokens
-from experiments.data import splits
-from experiments.data.sources import judged_train, supply, supply_lines
-from experiments.data.splits import prepare, read_splits
-from experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
-from experiments.recipe.rules import check_recipe
-from experiments.studies.cell import cell_of
-from experiments.workflows.run_parts import recipe_inputs
-from finetune.data.batches import Batches
-from finetune.data.columns import Examples
-from finetune.data.encoding import encode
-from finetune.data.files import describe
-from finetune.data.rows import read_rows
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
+from flatshift.experiments.data import encode as tokens
+from flatshift.experiments.data import splits
+from flatshift.experiments.data.sources import judged_train, supply, supply_lines
+from flatshift.experiments.data.splits import prepare, read_splits
+from flatshift.experiments.recipe import from_override, load_recipe, recipe_key, resume_recipe
+from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.studies.cell import cell_of
+from flatshift.experiments.workflows.run_parts import recipe_inputs
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import write_jsonl
 
 BASE = """

@@ -9,15 +9,15 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from experiments.data.sources import mixture_record, supply, supply_lines
-from experiments.data.splits import prepare
-from experiments.recipe import from_override, load_recipe, recipe_key
-from finetune.config import Source, TrainFiles
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.mixture import Mixed, Mixture, Proportions, TokenProportions
-from finetune.errors import UserError
-from finetune.tasks import Classify, LanguageModel
+from flatshift.experiments.data.sources import mixture_record, supply, supply_lines
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
+from flatshift.finetune.config import Source, TrainFiles
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.mixture import Mixed, Mixture, Proportions, TokenProportions
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.data_models import byte_tokenizer, row, write_jsonl
 
 TOKENIZER = byte_tokenizer()

@@ -7,11 +7,11 @@ from collections import Counter
 
 import pytest
 
-from finetune.config import Train
-from finetune.data.encoding import IGNORE, Losses, encode
-from finetune.data.example import Encoded, Example
-from finetune.errors import UserError
-from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
+from flatshift.finetune.config import Train
+from flatshift.finetune.data.encoding import IGNORE, Losses, encode
+from flatshift.finetune.data.example import Encoded, Example
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from tests.data_models import bert_tokenizer, byte_tokenizer, row
 
 TOKENIZER = byte_tokenizer()

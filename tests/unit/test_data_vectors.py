@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from finetune.config import Projector
-from finetune.data.batches import Batches
-from finetune.data.columns import Examples, ExampleWriter, open_examples
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.errors import UserError
-from finetune.tasks import Completion, LanguageModel
+from flatshift.finetune.config import Projector
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, row
 
 TOKENIZER = byte_tokenizer()

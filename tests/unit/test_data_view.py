@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from finetune.config import Columns
-from finetune.data import view as view_module
-from finetune.data.rows import Row, Seen, read_rows
-from finetune.data.view import spill_rows
-from finetune.errors import UserError
+from flatshift.finetune.config import Columns
+from flatshift.finetune.data import view as view_module
+from flatshift.finetune.data.rows import Row, Seen, read_rows
+from flatshift.finetune.data.view import spill_rows
+from flatshift.finetune.errors import UserError
 
 
 def jsonl(path: Path, rows) -> str:

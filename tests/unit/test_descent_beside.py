@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from scipy.stats import binom, ttest_rel
 
-from experiments.statistics import Curve, compare_curves
-from experiments.statistics.beside import height_at
-from experiments.statistics.pairs import rises_and_falls
-from finetune.errors import UserError
+from flatshift.experiments.statistics import Curve, compare_curves
+from flatshift.experiments.statistics.beside import height_at
+from flatshift.experiments.statistics.pairs import rises_and_falls
+from flatshift.finetune.errors import UserError
 
 VALUES = [1, 2, 4, 8, 16, 32, 64, 128]
 BUMP = np.array([0.3, 0.3, 0.3, 0.45, 0.5, 0.4, 0.25, 0.2])

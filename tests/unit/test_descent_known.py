@@ -12,10 +12,10 @@ from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstabl
 from benchmarks.curves.known import NAMED_NULLS, NULLS, bump, bumps, log_normal, log_normal_peak
 from benchmarks.curves.random_features import LinearModel, random_features_curve, ridge_fit
 from benchmarks.curves.rates import rejections
-from experiments.statistics import peak_test
-from experiments.statistics.peak import looks
-from experiments.statistics.scale import scale_of
-from finetune.errors import UserError
+from flatshift.experiments.statistics import peak_test
+from flatshift.experiments.statistics.peak import looks
+from flatshift.experiments.statistics.scale import scale_of
+from flatshift.finetune.errors import UserError
 
 
 def quasi_convex(mean: np.ndarray) -> bool:
@@ -151,7 +151,7 @@ def test_the_training_loss_has_no_peak_below_the_threshold():
 
 def test_gradient_flow_is_gradient_descent_with_small_steps():
     curve = gradient_flow_curve(rows=20, features=8, seeds=1, times=(0.5, 2.0), seed=4)
-    from finetune.seeds import numpy_generator
+    from flatshift.finetune.seeds import numpy_generator
 
     generator = numpy_generator(4, "gradient flow", 0)
     beta = generator.standard_normal(8) / np.sqrt(8)

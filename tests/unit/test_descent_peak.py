@@ -11,9 +11,9 @@ from scipy import stats
 
 from benchmarks.curves.known import NULLS, bump, bumps
 from benchmarks.curves.rates import rejections
-from experiments.statistics import detectable_sd, holdout_test, peak_test, seeds_needed, thin
-from experiments.statistics.pairs import critical, null, p_value, pairs_of, point_variances
-from finetune.errors import UserError
+from flatshift.experiments.statistics import detectable_sd, holdout_test, peak_test, seeds_needed, thin
+from flatshift.experiments.statistics.pairs import critical, null, p_value, pairs_of, point_variances
+from flatshift.finetune.errors import UserError
 
 POINTS = 9
 

@@ -10,9 +10,9 @@ import pytest
 from benchmarks._descent_cells import STUDIES, pack, planned, rebuild, unpack
 from benchmarks._harness import Benchmark
 from benchmarks.descent_studies import BEGIN, END, KEPT, guide, keep_published, read, rows
-from experiments.recipe import load_recipe
-from experiments.results.sweep import STEP
-from experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.results.sweep import STEP
+from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS
 
 BY_NAME = {study.name: study for study in STUDIES}
 

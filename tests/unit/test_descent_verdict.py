@@ -15,9 +15,9 @@ from scipy import stats
 from benchmarks.curves.dynamics import gradient_flow_curve, noise_curve, unstable_curve
 from benchmarks.curves.known import bump
 from benchmarks.curves.random_features import random_features_curve
-from experiments.results.analysis import is_judged
-from experiments.statistics import Curve, crossing, effective_model_complexity, emc_from_curve, judge_curve
-from finetune.errors import UserError
+from flatshift.experiments.results.analysis import is_judged
+from flatshift.experiments.statistics import Curve, crossing, effective_model_complexity, emc_from_curve, judge_curve
+from flatshift.finetune.errors import UserError
 
 RANKS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
@@ -323,7 +323,7 @@ def test_thinning_keeps_columns_together():
 
 
 def test_statistics_never_import_torch():
-    code = "import sys, experiments.statistics; sys.exit('torch' in sys.modules)"
+    code = "import sys, flatshift.experiments.statistics; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

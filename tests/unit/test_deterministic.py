@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.backends import cuda
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.compute.capabilities import CUDA, rehearsed
-from finetune.compute.fused_loss import with_kernel
-from finetune.compute.loss import Head
-from finetune.compute.numerics import deterministic
-from finetune.config import Adapter, Optimizer, Train
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.parallel.mesh import World
-from finetune.tasks import LanguageModel
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.compute.capabilities import CUDA, rehearsed
+from flatshift.finetune.compute.fused_loss import with_kernel
+from flatshift.finetune.compute.loss import Head
+from flatshift.finetune.compute.numerics import deterministic
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from finetune.compute.allocator import NAMES, WORKSPACES, fixed_workspaces, growing_segments
+from flatshift.finetune.compute.allocator import NAMES, WORKSPACES, fixed_workspaces, growing_segments
 
 ASK = (
     "import os, sys; from unittest import mock; from flatshift import cli; "

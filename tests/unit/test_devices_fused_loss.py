@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute import fused_loss
-from finetune.compute.fused_loss import OURS, RECORD, at_hand, tried, with_kernel
-from finetune.compute.loss import Head, batch_loss, linear_cross_entropy
-from finetune.config import Adapter, Optimizer, Train
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.tasks import LanguageModel
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute import fused_loss
+from flatshift.finetune.compute.fused_loss import OURS, RECORD, at_hand, tried, with_kernel
+from flatshift.finetune.compute.loss import Head, batch_loss, linear_cross_entropy
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 

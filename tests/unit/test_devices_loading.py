@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.compute import presence
-from finetune.models import load as loading
-from finetune.models.load import load_backbone
-from finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.compute import presence
+from flatshift.finetune.models import load as loading
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import save_backbone
 
 

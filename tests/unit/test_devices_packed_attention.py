@@ -7,21 +7,21 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute import attention
-from finetune.compute.attention import NAME, as_mask, starts, without_starts
-from finetune.compute.loss import batch_loss
-from finetune.config import Adapter, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.errors import UserError
-from finetune.evaluate import leaks
-from finetune.evaluate.leaks import refuse_leaks, rows_apart
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.engine import Engine
-from finetune.tasks import Completion, LanguageModel
-from finetune.train import prefetch
-from finetune.train.prefetch import Prefetch
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute import attention
+from flatshift.finetune.compute.attention import NAME, as_mask, starts, without_starts
+from flatshift.finetune.compute.loss import batch_loss
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate import leaks
+from flatshift.finetune.evaluate.leaks import refuse_leaks, rows_apart
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.tasks import Completion, LanguageModel
+from flatshift.finetune.train import prefetch
+from flatshift.finetune.train.prefetch import Prefetch
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 from tests.stage_runs import run_or_stop
 from tests.unit.test_data_prefetch import FakeLane

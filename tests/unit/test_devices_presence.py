@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments.workflows import doctor as doctor_module
-from finetune.compute import presence
-from finetune.compute.presence import Presence, absence, missing, resolve_device
-from finetune.errors import UserError
-from selection.errors import SelectionError
-from selection.transport import sinkhorn_potentials
+from flatshift.experiments.workflows import doctor as doctor_module
+from flatshift.finetune.compute import presence
+from flatshift.finetune.compute.presence import Presence, absence, missing, resolve_device
+from flatshift.finetune.errors import UserError
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.transport import sinkhorn_potentials
 
 CASES = {
     "cpu build, no driver": (

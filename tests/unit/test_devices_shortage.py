@@ -8,20 +8,20 @@ import weakref
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.errors import OutOfMemory, is_out_of_memory
-from finetune.figures import gib
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.planner.memory import MemoryPlan, memory_plan
-from finetune.run_directory import RunDirectory
-from finetune.tasks import LanguageModel
-from finetune.train import out_of_memory
-from finetune.train.loop import TrainingStage, train_stage
-from finetune.train.out_of_memory import Measured, asked_for, changes
 from flatshift import cli
-from regularizers import BAR, GGPO, LoraSAM, Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.errors import OutOfMemory, is_out_of_memory
+from flatshift.finetune.figures import gib
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.planner.memory import MemoryPlan, memory_plan
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train import out_of_memory
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.out_of_memory import Measured, asked_for, changes
+from flatshift.regularizers import BAR, GGPO, LoraSAM, Plain, build
 from tests.cli.test_train_contract import SMALL, flags
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -132,7 +132,7 @@ def test_a_regularizer_is_detached_before_the_plan_is_measured(tmp_path, source,
 
 
 def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
-    from finetune.train import loop
+    from flatshift.finetune.train import loop
 
     def broken(*args, **how):
         raise type(CUDA)(*CUDA.args)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from experiments.workflows import doctor as module
-from experiments.workflows.doctor import doctor, render
+from flatshift.experiments.workflows import doctor as module
+from flatshift.experiments.workflows.doctor import doctor, render
 
 NONE: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_this_environment_is_described_without_torch() -> None:
     code = (
-        "import sys, json; from experiments.workflows.doctor import doctor; result = doctor(([], []));"
+        "import sys, json; from flatshift.experiments.workflows.doctor import doctor; result = doctor(([], []));"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; print(json.dumps(result))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.cuda_rehearsal import Rehearsal
-from finetune.compute.capabilities import CUDA
-from finetune.compute.dropout import KeyedDropout, queries_from
-from finetune.errors import UserError
-from finetune.parallel.build import refuse_parameters
-from regularizers.layers.signs import mix64, mix64_
+from flatshift.finetune.compute.capabilities import CUDA
+from flatshift.finetune.compute.dropout import KeyedDropout, queries_from
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.parallel.build import refuse_parameters
+from flatshift.regularizers.layers.signs import mix64, mix64_
 
 ROWS, TOKENS, WIDTH, HEADS = 6, 8, 24, 4
 

@@ -12,9 +12,9 @@ from benchmarks import encoder_study
 from benchmarks._harness import Benchmark
 from benchmarks.encoder_study import ARMS, RECIPE, SETTINGS, TRIALS, zero_shot
 from benchmarks.first_study import tune
-from experiments.recipe import from_override
-from experiments.run.console import Console
-from finetune.tasks import MaskedLM
+from flatshift.experiments.recipe import from_override
+from flatshift.experiments.run.console import Console
+from flatshift.finetune.tasks import MaskedLM
 
 
 def test_arms_get_equal_trials_which_see_no_test_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,17 +9,17 @@ from itertools import count
 
 import pytest
 
-from experiments.data.sources import batches_ahead, in_steps
-from experiments.data.splits import prepare
-from experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
-from experiments.recipe.config import Recipe
-from experiments.recipe.key import recipe_key
-from experiments.studies.sweep.plan import Base
-from experiments.workflows.plan import plan
-from finetune.config import Train
-from finetune.errors import UserError
 from flatshift.api import _resolved
 from flatshift.cli import run
+from flatshift.experiments.data.sources import batches_ahead, in_steps
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.key import recipe_key
+from flatshift.experiments.studies.sweep.plan import Base
+from flatshift.experiments.workflows.plan import plan
+from flatshift.finetune.config import Train
+from flatshift.finetune.errors import UserError
 
 
 def loaded(text, tmp_path, **flags):

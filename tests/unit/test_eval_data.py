@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from experiments.data import encode
-from experiments.data.splits import learnt_record, prepare, prepare_apart
-from experiments.recipe import from_override, load_recipe
-from experiments.run.console import Console
-from experiments.workflows import evaluate, sharpness
-from finetune.data.files import describe
-from finetune.errors import UserError
-from finetune.parallel.mesh import World
+from flatshift.experiments.data import encode
+from flatshift.experiments.data.splits import learnt_record, prepare, prepare_apart
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows import evaluate, sharpness
+from flatshift.finetune.data.files import describe
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.parallel.mesh import World
 from tests.data_models import write_jsonl
 from tests.objective_models import numbered_rows, save_encoder
 

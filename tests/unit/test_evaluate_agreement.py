@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finetune.evaluate.agreement import (
+from flatshift.finetune.evaluate.agreement import (
     f1_words,
     has_number,
     match_normalised,
@@ -15,7 +15,7 @@ from finetune.evaluate.agreement import (
     span_recall,
     spans,
 )  # fmt: skip
-from finetune.evaluate.samples import any_toxic, distinct, max_toxicity
+from flatshift.finetune.evaluate.samples import any_toxic, distinct, max_toxicity
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from finetune.errors import UserError
-from finetune.evaluate.bootstrap import (
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.bootstrap import (
     Figure,
     frequency_intervals,
     group_interval,
@@ -18,7 +18,7 @@ from finetune.evaluate.bootstrap import (
     ratio_interval,
     ratio_statistic,
 )
-from finetune.evaluate.classes import judge_classes
+from flatshift.finetune.evaluate.classes import judge_classes
 from tests.counted_calls import python_calls
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
-from finetune.data.inference import Inference
-from finetune.errors import UserError
-from finetune.evaluate import candidates
-from finetune.evaluate.candidates import cut, score
-from finetune.evaluate.prompts import Prompt, ask, check, shipped
-from finetune.models.backbone import open_backbone
+from flatshift.experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate import candidates
+from flatshift.finetune.evaluate.candidates import cut, score
+from flatshift.finetune.evaluate.prompts import Prompt, ask, check, shipped
+from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer, row, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -90,7 +90,7 @@ def test_worked_examples_are_named_draws_and_never_the_row_itself(monkeypatch):
     seen = []
     whole = candidates.cut
     monkeypatch.setattr(
-        "experiments.workflows.few_shot.cut", lambda t, texts, b: seen.extend(texts) or whole(t, texts, b)
+        "flatshift.experiments.workflows.few_shot.cut", lambda t, texts, b: seen.extend(texts) or whole(t, texts, b)
     )
     found = rank_rows(model, TOKENIZER, rows, rows, asked, HOW, window=4096)
     for place, one in enumerate(rows):
@@ -168,7 +168,7 @@ def test_prompts_that_are_refused():
     with pytest.raises(UserError, match="are the same tokens"):
         check(Prompt(text="{text} {label}", labels={"a": "yes", "b": " yes"}), TOKENIZER)
     wrong = {"labels": {"a": "نعم", "b": "رقم"}}
-    from finetune.evaluate.prompts import Wording
+    from flatshift.finetune.evaluate.prompts import Wording
 
     arabic = Prompt(text="{text} {label}", labels={"a": "x", "b": "y"}, by="lang", wordings={"ar": Wording(**wrong)})
     with pytest.raises(UserError, match="means a number"):

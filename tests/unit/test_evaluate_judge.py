@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.config import Evaluate
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.errors import UserError
-from finetune.evaluate import ranking
-from finetune.evaluate.answers import generate_answers
-from finetune.evaluate.judge import evaluate
-from finetune.evaluate.perplexity import document_nats, token_nats
-from finetune.evaluate.ranking import rank_choices
-from finetune.tasks import Classify, Completion, LanguageModel
+from flatshift.finetune.config import Evaluate
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate import ranking
+from flatshift.finetune.evaluate.answers import generate_answers
+from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.perplexity import document_nats, token_nats
+from flatshift.finetune.evaluate.ranking import rank_choices
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 
 TOKENIZER = byte_tokenizer()
@@ -61,7 +61,7 @@ def test_slices_of_logits_do_not_show(monkeypatch):
     logits, labels = torch.randn(2, 9, 11, generator=torch.Generator().manual_seed(0)), torch.randint(0, 11, (2, 9))
     labels[0, :4] = -100
     whole, rows = token_nats(logits, labels, LanguageModel())
-    monkeypatch.setattr("finetune.evaluate.perplexity.slice_rows", lambda vocabulary, device, width: 2)
+    monkeypatch.setattr("flatshift.finetune.evaluate.perplexity.slice_rows", lambda vocabulary, device, width: 2)
     sliced, same = token_nats(logits, labels, LanguageModel())
     assert torch.equal(whole, sliced) and torch.equal(rows, same) and rows.tolist() == [0] * 5 + [1] * 8
 
@@ -123,7 +123,7 @@ def test_exact_match_compares_the_whole_stripped_answer(monkeypatch):
     task = Completion(prompt="{text}", completion=" {label}\n", score="generate", max_new_tokens=4)
     rows = [row(i, text="the cat", label=label) for i, label in enumerate(["good", "bad", "good", "goo"])]
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=32).examples
-    monkeypatch.setattr("finetune.evaluate.judge.generate_answers", lambda *a, **k: ["good"] * 4)
+    monkeypatch.setattr("flatshift.finetune.evaluate.judge.generate_answers", lambda *a, **k: ["good"] * 4)
     figures = evaluate(model, TOKENIZER, examples, task=task, config=CONFIG)
     assert figures["exact_match"]["value"] == 0.5 and figures["exact_match"]["n"] == 4
     with pytest.raises(UserError, match=r"do not fit the backbone's 40 positions"):

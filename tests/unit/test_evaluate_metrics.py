@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from finetune.evaluate.metrics import METRICS, functions, in_headline_order, metric_of, on_tiles
+from flatshift.finetune.evaluate.metrics import METRICS, functions, in_headline_order, metric_of, on_tiles
 
 FAMILIES = (
     "document",
@@ -49,5 +49,5 @@ def test_a_figure_that_is_no_metric_has_a_name_and_comes_last():
 
 
 def test_the_table_is_read_without_torch():
-    code = "import sys, finetune.evaluate.metrics; print({'numpy', 'torch'} & set(sys.modules))"
+    code = "import sys, flatshift.finetune.evaluate.metrics; print({'numpy', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

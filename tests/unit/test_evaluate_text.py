@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.data.inference import Inference
-from finetune.errors import UserError
-from finetune.evaluate import text
-from finetune.evaluate.bootstrap import group_interval
-from finetune.evaluate.text import Counts, language, score_texts, windows, words_of
-from finetune.tasks import LanguageModel
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate import text
+from flatshift.finetune.evaluate.bootstrap import group_interval
+from flatshift.finetune.evaluate.text import Counts, language, score_texts, windows, words_of
+from flatshift.finetune.tasks import LanguageModel
 from tests.data_models import byte_tokenizer, tiny_model
 
 TOKENIZER = byte_tokenizer()

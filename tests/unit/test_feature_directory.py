@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from flatshift import cli
-from selection import SelectionError
-from selection.features import open_directory, seal
+from flatshift.selection import SelectionError
+from flatshift.selection.features import open_directory, seal
 
 SIZES = (5, 1, 7)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from selection import FeatureCache, SelectionError, TfIdfEmbedder
-from selection.features import ShardedRows, TakenRows, in_shards
-from selection.features.cache import written_whole
-from selection.features.tfidf import load_fitted
+from flatshift.selection import FeatureCache, SelectionError, TfIdfEmbedder
+from flatshift.selection.features import ShardedRows, TakenRows, in_shards
+from flatshift.selection.features.cache import written_whole
+from flatshift.selection.features.tfidf import load_fitted
 
 TEXTS = [f"text number {i}" for i in range(25)]
 
@@ -143,7 +143,7 @@ def test_rows_on_disk_behave_like_an_array(tmp_path: Path):
 
 
 def test_the_solver_reads_rows_on_disk(tmp_path: Path):
-    from selection import sinkhorn_potentials
+    from flatshift.selection import sinkhorn_potentials
 
     r = np.random.default_rng(2)
     x, y = r.normal(size=(300, 4)).astype(np.float32), r.normal(size=(20, 4)).astype(np.float32)

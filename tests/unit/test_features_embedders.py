@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from selection import SelectionError, StaticEmbedder, TfIdfEmbedder, pool_features
-from selection.features import read_layout
-from selection.features.tfidf import WordHasher
+from flatshift.selection import SelectionError, StaticEmbedder, TfIdfEmbedder, pool_features
+from flatshift.selection.features import read_layout
+from flatshift.selection.features.tfidf import WordHasher
 
 R = np.random.default_rng(0)
 WORDS = ["naïve", "Straße", "a1_b", "x", "data", "12", "The", "the", "日本", "it's", "e-mail", "  ", "\n", "ß", "İ"]
@@ -244,14 +244,14 @@ def test_bad_static_directories_are_one_sentence(tmp_path: Path):
 
 def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     """Class token, no normalisation, prompt, lower case and length of a sentence-transformers directory, end to end."""
-    from experiments.recipe.config import Recipe, Select
-    from experiments.run.console import Console
-    from experiments.select.embedding import Vectors
-    from experiments.select.pool import Records
-    from finetune.data.rows import Row
-    from finetune.models.backbone import open_backbone
-    from finetune.models.hidden_states import hidden_state_encoder
-    from selection.config import Encoder
+    from flatshift.experiments.recipe.config import Recipe, Select
+    from flatshift.experiments.run.console import Console
+    from flatshift.experiments.select.embedding import Vectors
+    from flatshift.experiments.select.pool import Records
+    from flatshift.finetune.data.rows import Row
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.hidden_states import hidden_state_encoder
+    from flatshift.selection.config import Encoder
 
     root = layout(tmp_path / "s", "Transformer", "Pooling")
     backbone = open_backbone("flatshift-5m").directory
@@ -274,7 +274,7 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
 
 
 def test_every_embedder_of_a_recipe_has_its_entry():
-    from experiments.select.embedding import _EMBEDDERS
-    from selection.config import Embedder, Features
+    from flatshift.experiments.select.embedding import _EMBEDDERS
+    from flatshift.selection.config import Embedder, Features
 
     assert {*_EMBEDDERS, Features} == set(get_args(Embedder))

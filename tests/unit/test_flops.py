@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.config import Adapter
-from finetune.figures import rate_text
-from finetune.models.load import load_backbone
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.engine import Engine
-from finetune.tasks import Classify, LanguageModel
-from finetune.train import throughput
-from finetune.train.throughput import EVERY, Meter
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.figures import rate_text
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.train import throughput
+from flatshift.finetune.train.throughput import EVERY, Meter
 from tests.finetune_models import Micro, RandomBatches, save_backbone
 
 LM = LanguageModel()
@@ -171,7 +171,7 @@ def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
 
 def test_a_meter_ends_no_run(tmp_path, monkeypatch):
     engine, micro = engine_of("llama", tmp_path), micro_of(2, 8)
-    monkeypatch.setattr("finetune.train.throughput._made", lambda output: SimpleNamespace(shape=()))
+    monkeypatch.setattr("flatshift.finetune.train.throughput._made", lambda output: SimpleNamespace(shape=()))
     meter = Meter(engine, peak_tflops=1.0)
     for _ in range(EVERY + 1):
         one_step(engine, micro, meter)

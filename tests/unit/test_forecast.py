@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.recipe import load_recipe
-from experiments.recipe.tree import from_override
-from experiments.statistics.kernel import carried_on, kernel_fits, soonest
-from experiments.workflows.forecast import forecast_into
-from experiments.workflows.train import train
-from finetune.errors import UserError
 from flatshift.api import draw
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.tree import from_override
+from flatshift.experiments.statistics.kernel import carried_on, kernel_fits, soonest
+from flatshift.experiments.workflows.forecast import forecast_into
+from flatshift.experiments.workflows.train import train
+from flatshift.finetune.errors import UserError
 
 
 @pytest.mark.parametrize("ridge", [0.0, 0.4])

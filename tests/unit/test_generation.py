@@ -9,18 +9,18 @@ from scipy.stats import chi2
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter
-from finetune.data.encoding import IGNORE, encode, end_token
-from finetune.data.example import Example
-from finetune.data.inference import Inference, Share
-from finetune.errors import UserError
-from finetune.evaluate.answers import generate_answers, prompt_of
-from finetune.evaluate.generation import Decoding, _drawing, continue_prompts
-from finetune.evaluate.generation import written as run_prompts
-from finetune.models.load import load_backbone
-from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
-from regularizers.layers.fused import fusible
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.data.encoding import IGNORE, encode, end_token
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference, Share
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.answers import generate_answers, prompt_of
+from flatshift.finetune.evaluate.generation import Decoding, _drawing, continue_prompts
+from flatshift.finetune.evaluate.generation import written as run_prompts
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
+from flatshift.regularizers.layers.fused import fusible
 from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows, tiny_model
 from tests.finetune_models import save_backbone
 from tests.seq2seq_models import save_encoder_decoder

@@ -8,7 +8,7 @@ import torch._dynamo
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from regularizers import GGPO, build
+from flatshift.regularizers import GGPO, build
 from tests.regularizer_models import loss_of, tiny_llama, tokens, with_lora
 
 STEPS = 6

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers import GGPO, RegularizerError, build
-from regularizers.methods.ggpo import GGPORegularizer
+from flatshift.regularizers import GGPO, RegularizerError, build
+from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import base_weights, clear, loss_of, tiny_llama, tokens, with_lora
 
 PREFIX = "base_model.model.model.layers.0.self_attn."

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from selection.errors import SelectionError
-from selection.hygiene import (
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.hygiene import (
     Decontaminate,
     Hygiene,
     Language,
@@ -20,7 +20,7 @@ from selection.hygiene import (
     Repetition,
     clean,
 )
-from selection.hygiene.store import Growing
+from flatshift.selection.hygiene.store import Growing
 
 EVERY_STEP = Hygiene(
     length=Length(min_words=3),

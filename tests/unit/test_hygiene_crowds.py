@@ -9,10 +9,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from selection.hygiene import Hygiene, NearDuplicates, Reference, clean, crowds, duplicates, external_sort, store
-from selection.hygiene.crowds import Crowds, Groups, leaders
-from selection.hygiene.external_sort import sort_keys
-from selection.hygiene.store import Growing
+from flatshift.selection.hygiene import (
+    Hygiene,
+    NearDuplicates,
+    Reference,
+    clean,
+    crowds,
+    duplicates,
+    external_sort,
+    store,
+)
+from flatshift.selection.hygiene.crowds import Crowds, Groups, leaders
+from flatshift.selection.hygiene.external_sort import sort_keys
+from flatshift.selection.hygiene.store import Growing
 
 ROW = external_sort._ROW_BYTES
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from selection.hygiene import Decontaminate
-from selection.hygiene.decontaminate import Decontaminator, split
+from flatshift.selection.hygiene import Decontaminate
+from flatshift.selection.hygiene.decontaminate import Decontaminator, split
 
 VOCABULARY = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "en", "o", "urt")]
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from selection.errors import SelectionError
-from selection.hygiene import NearDuplicates as Settings
-from selection.hygiene import crowds, duplicates
-from selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
-from selection.hygiene.minhash import MinHasher, bands_for
-from selection.hygiene.shingles import Shingler
-from selection.hygiene.store import Growing
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.hygiene import NearDuplicates as Settings
+from flatshift.selection.hygiene import crowds, duplicates
+from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
+from flatshift.selection.hygiene.minhash import MinHasher, bands_for
+from flatshift.selection.hygiene.shingles import Shingler
+from flatshift.selection.hygiene.store import Growing
 
 WORDS = [f"{a}{b}{c}" for a in "bdfgkl" for b in "aeiou" for c in ("", "n", "rt", "st", "ll")]
 
@@ -119,7 +119,7 @@ def test_shingles_do_not_depend_on_batches_and_are_the_same_on_every_machine(mon
     whole, _ = Shingler("char", 5)(texts)
     alone = np.concatenate([Shingler("char", 5)([text])[0] for text in texts])
     np.testing.assert_array_equal(whole, alone)
-    monkeypatch.setattr("selection.hygiene.shingles._TILE", 13)
+    monkeypatch.setattr("flatshift.selection.hygiene.shingles._TILE", 13)
     np.testing.assert_array_equal(whole, Shingler("char", 5)(texts)[0])
     windows = ["abcde", "bcdéf"]
     assert Shingler("char", 5)(windows)[0].tolist() == [spread_slowly([ord(c) for c in w]) for w in windows]
@@ -173,7 +173,7 @@ def test_signatures_of_long_and_empty_texts(monkeypatch) -> None:
     starts = np.cumsum(counts) - counts
     naive = [(maps[:, s : s + c] % 2**32).min(axis=1) for s, c in zip(starts, counts, strict=True) if c]
     np.testing.assert_array_equal(whole[:, [1, 2, 4]], np.stack(naive, axis=1))
-    monkeypatch.setattr("selection.hygiene.minhash._TILE", 17)
+    monkeypatch.setattr("flatshift.selection.hygiene.minhash._TILE", 17)
     np.testing.assert_array_equal(whole, MinHasher(20, seed=0).signatures(hashes, counts))
 
 

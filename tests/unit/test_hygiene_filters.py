@@ -9,9 +9,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from selection.hygiene import Language, Length, Repetition
-from selection.hygiene import filters as module
-from selection.hygiene.filters import KNOWN, by_language, by_length, by_repetition, detect, shares
+from flatshift.selection.hygiene import Language, Length, Repetition
+from flatshift.selection.hygiene import filters as module
+from flatshift.selection.hygiene.filters import KNOWN, by_language, by_length, by_repetition, detect, shares
 
 # The first article of the Universal Declaration of Human Rights and a line of everyday speech.
 SENTENCES = {

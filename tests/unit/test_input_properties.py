@@ -13,17 +13,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from experiments.recipe.build import build
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import Resolved
-from experiments.recipe.tree import parse
-from experiments.studies.sweep.axes import count_of, parse_grid, points_of
-from finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles
-from finetune.data.chat.conversation import read_conversation
-from finetune.data.chat.template import CannotRender, ChatTemplate
-from finetune.data.rows import read_rows
-from finetune.errors import SENTENCE, UserError, sentence, shortened
-from finetune.tasks import Chat, Classify, Completion
+from flatshift.experiments.recipe.build import build
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.experiments.recipe.tree import parse
+from flatshift.experiments.studies.sweep.axes import count_of, parse_grid, points_of
+from flatshift.finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles
+from flatshift.finetune.data.chat.conversation import read_conversation
+from flatshift.finetune.data.chat.template import CannotRender, ChatTemplate
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import SENTENCE, UserError, sentence, shortened
+from flatshift.finetune.tasks import Chat, Classify, Completion
 
 shortly = settings(
     max_examples=60,

@@ -11,23 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.recipe import load_recipe
-from experiments.recipe.tree import parse
-from experiments.studies.sweep.axes import parse_grid, points_of
-from finetune.adapters.saved import SavedAdapter
-from finetune.atomic import read_object
-from finetune.config import Adapter, Mesh, Optimizer
-from finetune.data import formats
-from finetune.data.files import describe, expand
-from finetune.data.rows import read_rows
-from finetune.errors import UserError
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.models.safetensors_index import SINGLE, read_index
-from finetune.run_directory import read_metrics
-from finetune.tasks import LanguageModel
-from selection.errors import SelectionError
-from selection.features.matrix import load_features
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.tree import parse
+from flatshift.experiments.studies.sweep.axes import parse_grid, points_of
+from flatshift.finetune.adapters.saved import SavedAdapter
+from flatshift.finetune.atomic import read_object
+from flatshift.finetune.config import Adapter, Mesh, Optimizer
+from flatshift.finetune.data import formats
+from flatshift.finetune.data.files import describe, expand
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.safetensors_index import SINGLE, read_index
+from flatshift.finetune.run_directory import read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.selection.errors import SelectionError
+from flatshift.selection.features.matrix import load_features
 from tests.finetune_models import save_backbone
 
 GENEROUS_S = 10.0
@@ -36,8 +36,8 @@ GENEROUS_S = 10.0
 
 def refused(text: str) -> str:
     with pytest.raises(UserError) as caught:
-        from experiments.recipe.build import build
-        from experiments.recipe.config import Recipe
+        from flatshift.experiments.recipe.build import build
+        from flatshift.experiments.recipe.config import Recipe
 
         build(Recipe, parse(text, "r.yaml"))
     return str(caught.value)
@@ -259,7 +259,7 @@ def test_a_record_of_a_run_is_an_object_with_its_keys(tmp_path: Path, data: byte
     "step", ["Infinity", "1e400", "NaN", "-1", "1.5", '"3"', "null", "9" * 30, "9" * 400, "9" * 5000, "[1]"]
 )
 def test_a_step_of_metrics_is_a_whole_number(tmp_path: Path, step: str) -> None:
-    from experiments.results.run import read_metrics as read_back
+    from flatshift.experiments.results.run import read_metrics as read_back
 
     good = '{"stage": "s", "split": "train", "step": 1, "loss": 2.0}\n'
     (tmp_path / "m.jsonl").write_text(good + f'{{"stage": "s", "split": "train", "step": {step}}}\n' + good)
@@ -304,7 +304,7 @@ def test_a_bad_config_blames_no_tokenizer(llama: Path, changes: dict, words: str
 
 
 def test_a_config_of_other_sizes_than_the_weights_is_named(llama: Path) -> None:
-    from finetune.tasks import Classify
+    from flatshift.finetune.tasks import Classify
 
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "hidden_size": 64}))
@@ -350,7 +350,7 @@ def test_a_range_that_is_used_up_is_refused() -> None:
 
 
 def test_ranks_beyond_memory_are_refused_before_any_begins(monkeypatch) -> None:
-    from finetune.launch import spawn
+    from flatshift.finetune.launch import spawn
 
     monkeypatch.setattr(spawn, "_start", lambda *arguments: pytest.fail("ranks were started"))
     with pytest.raises(UserError, match=r"mesh: 1,000,000 ranks"):
@@ -358,8 +358,8 @@ def test_ranks_beyond_memory_are_refused_before_any_begins(monkeypatch) -> None:
 
 
 def test_a_solve_says_how_far_it_is(monkeypatch) -> None:
-    from selection.transport import dense, sinkhorn_potentials
-    from selection.transport.progress import ITERATIONS
+    from flatshift.selection.transport import dense, sinkhorn_potentials
+    from flatshift.selection.transport.progress import ITERATIONS
 
     monkeypatch.setattr(dense, "_WATCHED", 1)
     generator = np.random.default_rng(0)

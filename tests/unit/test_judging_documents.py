@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.compute import attention
-from finetune.compute.attention import BLOCK, attend, blocked
-from finetune.compute.numerics import bf16_instructions
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.evaluate.perplexity import document_nats
-from finetune.models.load import load_backbone
-from finetune.tasks import LanguageModel
+from flatshift.finetune.compute import attention
+from flatshift.finetune.compute.attention import BLOCK, attend, blocked
+from flatshift.finetune.compute.numerics import bf16_instructions
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.evaluate.perplexity import document_nats
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import LanguageModel
 from tests.finetune_models import save_backbone
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.labels import (
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.labels import (
     OutputLayer,
     Units,
     classes_of,
@@ -22,12 +22,12 @@ from finetune.data.labels import (
     sort_labels,
     units_of,
 )
-from finetune.data.noise import foreign_answers
-from finetune.data.panel import first_batch_panel
-from finetune.data.rows import read_rows
-from finetune.errors import UserError
-from finetune.models.load import load_backbone
-from finetune.tasks import Classify, Regress
+from flatshift.finetune.data.noise import foreign_answers
+from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Classify, Regress
 from tests.data_models import byte_tokenizer, row, write_jsonl
 from tests.finetune_models import save_backbone
 from tests.objective_models import CLASSES, numbered_rows, save_encoder, scatter, several_rows

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.studies.leases import CLAIMS, Leases, claims_of, holder, refuse_claims
-from finetune.errors import UserError
+from flatshift.experiments.studies.leases import CLAIMS, Leases, claims_of, holder, refuse_claims
+from flatshift.finetune.errors import UserError
 
 
 class Clock:

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.func import functional_call, jacrev
 
-from finetune import Adapter, attach_adapter, load_adapter, load_backbone, save_adapter, trainable
-from finetune.compute.jacobian import jacobian
-from finetune.errors import UserError
-from finetune.tasks import Classify
-from finetune.train.optimizer import solve
+from flatshift.finetune import Adapter, attach_adapter, load_adapter, load_backbone, save_adapter, trainable
+from flatshift.finetune.compute.jacobian import jacobian
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify
+from flatshift.finetune.train.optimizer import solve
 
 NAMES = ("x", "y", "z")
 TASK = Classify(labels=NAMES, loss="squared")

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from finetune import lock
-from finetune.atomic import new_directory, replacing_directory, sweep_leftovers
-from finetune.errors import UserError
-from finetune.launch.consistency import dated_directory
-from finetune.lock import owned, scratch
-from finetune.run_directory import RunDirectory, new_output, refuse_nonempty
+from flatshift.finetune import lock
+from flatshift.finetune.atomic import new_directory, replacing_directory, sweep_leftovers
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.launch.consistency import dated_directory
+from flatshift.finetune.lock import owned, scratch
+from flatshift.finetune.run_directory import RunDirectory, new_output, refuse_nonempty
 from tests.kill_points import kill_points
 from tests.patience import HANG_S
 
@@ -26,7 +26,7 @@ from tests.patience import HANG_S
 def other_owner(path: Path) -> subprocess.Popen[str]:
     """A process that owns `path` until it is killed."""
     code = (
-        "import sys, time\nfrom finetune.lock import owned\n"
+        "import sys, time\nfrom flatshift.finetune.lock import owned\n"
         "with owned(sys.argv[1]):\n    print('held', flush=True); time.sleep(1000)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
@@ -240,7 +240,7 @@ def test_scratch_directories_of_killed_processes_go_and_those_at_work_stay(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = (
-        "import time\nfrom finetune.lock import scratch\n"
+        "import time\nfrom flatshift.finetune.lock import scratch\n"
         "with scratch('flatshift-test-') as folder:\n"
         "    (folder / 'file').touch(); print(folder, flush=True); time.sleep(1000)\n"
     )

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data.example import Example
-from finetune.errors import Interrupted, UserError
-from finetune.models.load import load_backbone
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import LanguageModel
-from finetune.train.checkpointer import steps as saved_steps
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from experiments.recipe.config import Recipe
-from experiments.recipe.rules import COMPILED_REGULARIZERS, check_recipe, check_rules
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-from finetune.errors import UserError
-from finetune.models import compiled as compiling
-from finetune.models.anatomy import blocks
-from finetune.models.compiled import Compiled
-from finetune.models.load import load_backbone
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import LanguageModel, Seq2Seq
-from finetune.train.loop import TrainingStage, train_stage
-from regularizers import GGPO, SAM, FlatLora, Plain, build
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.rules import COMPILED_REGULARIZERS, check_recipe, check_rules
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models import compiled as compiling
+from flatshift.finetune.models.anatomy import blocks
+from flatshift.finetune.models.compiled import Compiled
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import LanguageModel, Seq2Seq
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.regularizers import GGPO, SAM, FlatLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()
@@ -34,7 +34,7 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
             super().__init__(model, backend=backend)
             made.append(self)
 
-    monkeypatch.setattr("finetune.train.loop.Compiled", Chosen)
+    monkeypatch.setattr("flatshift.finetune.train.loop.Compiled", Chosen)
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
     run = RunDirectory.create(directory)
     train_stage(

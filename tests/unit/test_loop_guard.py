@@ -10,18 +10,18 @@ import statistics
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
-from finetune.errors import Interrupted
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import LanguageModel
-from finetune.train.checkpointer import steps as saved_steps
-from finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
-from finetune.train.loop import Diverged, TrainingStage, train_stage
-from finetune.train.schedule import learning_rate
-from regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
+from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.finetune.train.schedule import learning_rate
+from flatshift.regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()
@@ -241,7 +241,7 @@ def test_a_spike_is_gone_back_from_and_its_batches_are_never_seen(source, tmp_pa
     meta = json.loads((tmp_path / "run" / "state" / f"step-{STEPS}" / "state.json").read_text())
     assert meta["progress"]["left_out"] == [[6, 10]] and meta["data"] == {"step": STEPS, "batch": STEPS + 4}
     assert meta["progress"]["rewinds"] == [{"step": 10, "loss": spike["loss"], "limit": spike["limit"], "to": 6}]
-    from experiments.results.run import read_metrics as report_metrics
+    from flatshift.experiments.results.run import read_metrics as report_metrics
 
     assert [r["step"] for r in report_metrics(tmp_path / "run" / "metrics.jsonl").lines if r["split"] == "train"] == [
         r["step"] for r in train
@@ -268,7 +268,7 @@ def test_resumed_around_a_spike(stop_at, regularizer, source, tmp_path):
 
 def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source, tmp_path, monkeypatch):
     whole, _ = fit(engine_of(source, jump={9}), tmp_path / "whole", spikes=SPIKES)
-    from finetune.train.checkpointer import Keeper
+    from flatshift.finetune.train.checkpointer import Keeper
 
     take = Keeper._take
 

@@ -6,13 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute import loss as loss_module
-from finetune.compute.loss import batch_loss, find_head, linear_cross_entropies, linear_cross_entropy, loss_sum
-from finetune.compute.slices import slice_rows
-from finetune.config import Adapter
-from finetune.models.load import load_backbone
-from finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute import loss as loss_module
+from flatshift.finetune.compute.loss import (
+    batch_loss,
+    find_head,
+    linear_cross_entropies,
+    linear_cross_entropy,
+    loss_sum,
+)
+from flatshift.finetune.compute.slices import slice_rows
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import IGNORED, RandomBatches, save_backbone
 
 LM = LanguageModel()

@@ -7,17 +7,17 @@ import importlib.util
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.errors import Interrupted, UserError
-from finetune.models.load import load_backbone
-from finetune.planner.memory import plan_lines, state_bytes
-from finetune.run_directory import RunDirectory
-from finetune.tasks import LanguageModel
-from finetune.train import optimizer as module
-from finetune.train.loop import TrainingStage, train_stage
-from finetune.train.optimizer import AdapterOptimizer, check_optimizer
-from regularizers import Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.planner.memory import plan_lines, state_bytes
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train import optimizer as module
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.optimizer import AdapterOptimizer, check_optimizer
+from flatshift.regularizers import Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from benchmarks.studies.cells.refusing import refuse_in_study
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.config import Recipe
-from experiments.recipe.rules import check_cell, check_recipe
-from experiments.results.run import read_metrics
-from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
-from finetune.errors import UserError
-from finetune.run_directory import SPIKE, RunDirectory
-from finetune.stacked.limits import refusal
-from finetune.tasks import Classify, LanguageModel
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.rules import check_cell, check_recipe
+from flatshift.experiments.results.run import read_metrics
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import SPIKE, RunDirectory
+from flatshift.finetune.stacked.limits import refusal
+from flatshift.finetune.tasks import Classify, LanguageModel
 
 TEXT = """
 task: language-model
@@ -103,7 +103,7 @@ def test_both_readers_forget_what_a_spike_undid(tmp_path: Path) -> None:
     run.log_metrics("s", attempt=1, step=6, split="dev", loss=1.0)
     run.log_metrics("s", attempt=1, step=9, split=SPIKE, loss=9.0, rewound_to=4)
     run.log_metrics("s", attempt=2, step=5, split="train", loss=2.0)  # and stopped early: 6 to 8 never come again
-    from finetune.run_directory import read_metrics as read
+    from flatshift.finetune.run_directory import read_metrics as read
 
     wanted = [("s", "train", n) for n in (1, 2, 3, 4)] + [("other", "train", 9), ("s", "spike", 9), ("s", "train", 5)]
     assert [(r["stage"], r["split"], r["step"]) for r in read(run.path / "metrics.jsonl")] == wanted

@@ -8,11 +8,17 @@ import os
 
 import pytest
 
-from finetune.atomic import write_json
-from finetune.digests import DONE, FILES, sums
-from finetune.errors import Interrupted, UserError
-from finetune.lock import owned
-from finetune.run_directory import RunDirectory, disk_full_interrupts, read_metrics, refuse_nonempty, write_provenance
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.lock import owned
+from flatshift.finetune.run_directory import (
+    RunDirectory,
+    disk_full_interrupts,
+    read_metrics,
+    refuse_nonempty,
+    write_provenance,
+)
 from tests.kill_points import kill_points
 
 

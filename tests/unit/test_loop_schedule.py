@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from finetune.atomic import write_json
-from finetune.config import Optimizer, Train
-from finetune.train.schedule import Schedule, learning_rate
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.config import Optimizer, Train
+from flatshift.finetune.train.schedule import Schedule, learning_rate
 
 
 def rates(steps, **settings):

@@ -8,10 +8,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from finetune.config import Tracker
-from finetune.errors import UserError
-from finetune.run_directory import RunDirectory
-from finetune.train.trackers import Trackers, check_trackers, open_trackers, run_id
+from flatshift.finetune.config import Tracker
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import RunDirectory
+from flatshift.finetune.train.trackers import Trackers, check_trackers, open_trackers, run_id
 
 LINES = [
     {"stage": "warm-up", "attempt": 1, "split": "train", "step": 1, "loss": 3.0, "lr": 0.1, "note": "text"},

@@ -9,21 +9,21 @@ import math
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter, read_adapter, trainable
-from finetune.compute.numerics import uses_dropout
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.example import Example
-from finetune.errors import Interrupted, UserError
-from finetune.models.anatomy import position_limit
-from finetune.models.fingerprint import checksum
-from finetune.models.load import load_backbone
-from finetune.planner.memory import memory_plan, plan_lines
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import Classify, LanguageModel
-from finetune.train.checkpointer import steps as saved_steps
-from finetune.train.loop import Diverged, TrainingStage, train_stage
-from regularizers import GGPO, Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter, read_adapter, trainable
+from flatshift.finetune.compute.numerics import uses_dropout
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.models.anatomy import position_limit
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.planner.memory import memory_plan, plan_lines
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, ListBatches, PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()

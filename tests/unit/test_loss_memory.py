@@ -9,17 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute import loss as loss_module
-from finetune.compute.loss import batch_loss, find_head, head_probe
-from finetune.compute.numerics import evaluating
-from finetune.config import Adapter
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.evaluate import perplexity
-from finetune.evaluate.perplexity import document_nats
-from finetune.models.load import load_backbone
-from finetune.tasks import LanguageModel
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute import loss as loss_module
+from flatshift.finetune.compute.loss import batch_loss, find_head, head_probe
+from flatshift.finetune.compute.numerics import evaluating
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.evaluate import perplexity
+from flatshift.finetune.evaluate.perplexity import document_nats
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import LanguageModel
 from tests.finetune_models import IGNORED, Micro, save_backbone
 
 LM = LanguageModel()

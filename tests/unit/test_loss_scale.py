@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute.loss import batch_loss, find_head
-from finetune.compute.precision import WidenedEmbedding, WidenedLinear, read_precision, widen_on_use
-from finetune.config import Adapter, Optimizer, Train
-from finetune.errors import UserError
-from finetune.models.fingerprint import checksum
-from finetune.models.load import load_backbone
-from finetune.parallel.engine import Engine
-from finetune.run_directory import read_metrics
-from finetune.tasks import LanguageModel
-from finetune.train.loop import Diverged
-from finetune.train.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
-from regularizers import GGPO, MGPO, LoraSAM, Plain, build
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute.loss import batch_loss, find_head
+from flatshift.finetune.compute.precision import WidenedEmbedding, WidenedLinear, read_precision, widen_on_use
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.run_directory import read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.loop import Diverged
+from flatshift.finetune.train.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
+from flatshift.regularizers import GGPO, MGPO, LoraSAM, Plain, build
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
 
@@ -88,8 +88,10 @@ def test_scaling_changes_no_bit_of_a_float32_gradient(source, tmp_path, regulari
     for name, scale in (("scaled", 2.0**10), ("plain", 1.0)):
         engine = engine_of(source)  # float32 products, so that nothing but the scale differs
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("finetune.train.loss_scale.FIRST", scale)
-            patch.setattr("finetune.train.loop.autocast", lambda train, device: torch.autocast("cpu", enabled=False))
+            patch.setattr("flatshift.finetune.train.loss_scale.FIRST", scale)
+            patch.setattr(
+                "flatshift.finetune.train.loop.autocast", lambda train, device: torch.autocast("cpu", enabled=False)
+            )
             lines = run(engine, tmp_path / name, regularizer=regularizer)
         assert set(engine.seen) == {scale}
         found[name] = lines, bits(engine)
@@ -101,7 +103,7 @@ def test_scaling_changes_no_bit_of_a_float32_gradient(source, tmp_path, regulari
 def test_an_overflow_repeats_the_update_with_half_the_scale_and_loses_no_row(source, tmp_path):
     calm, narrow = engine_of(source, precision="fp16"), engine_of(source, precision="fp16", limit=FIRST / 8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.train.loss_scale.FIRST", FIRST / 8)
+        patch.setattr("flatshift.finetune.train.loss_scale.FIRST", FIRST / 8)
         expected = run(calm, tmp_path / "calm")
     assert run(narrow, tmp_path / "narrow") == expected
     assert narrow.seen[:4] == [FIRST, FIRST / 2, FIRST / 4, FIRST / 8] and set(narrow.seen[4:]) == {FIRST / 8}
@@ -141,7 +143,7 @@ def test_a_gradient_that_is_no_number_at_any_scale_stops_the_run(source, tmp_pat
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2-dropout", "bert"])
 def test_a_backbone_kept_in_bf16_computes_in_float32_what_its_rounded_weights_give(kind, tmp_path):
-    from finetune.tasks import MaskedLM
+    from flatshift.finetune.tasks import MaskedLM
 
     task = MaskedLM() if kind == "bert" else LM
     directory = save_backbone(kind, tmp_path)

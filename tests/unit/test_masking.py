@@ -9,21 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
-from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, Evaluate
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.data.masking import SPECIAL, Masking, unmasked
-from finetune.data.panel import first_batch_panel
-from finetune.errors import UserError
-from finetune.evaluate.judge import evaluate
-from finetune.evaluate.perplexity import document_nats
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.seeds import numpy_generator
-from finetune.tasks import Classify, MaskedLM
+from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
+from flatshift.finetune.compute.loss import batch_loss, find_head
+from flatshift.finetune.config import Adapter, Evaluate
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.masking import SPECIAL, Masking, unmasked
+from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.perplexity import document_nats
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.seeds import numpy_generator
+from flatshift.finetune.tasks import Classify, MaskedLM
 from tests.data_models import byte_tokenizer, row, text_rows
 from tests.finetune_models import save_backbone
 from tests.objective_models import masked_tokenizer, save_encoder, scatter
@@ -257,7 +257,7 @@ def test_mistakes_are_told(source, tmp_path):
     with pytest.raises(UserError, match=r"tokenizer has a mask token.*task.kind: language-model"):
         encode(text_rows(2), task=TASK, tokenizer=byte_tokenizer(), max_length=32)
     with pytest.raises(UserError, match=r"bert.*task.kind: masked-lm"):
-        from finetune.tasks import LanguageModel
+        from flatshift.finetune.tasks import LanguageModel
 
         load_backbone(save_backbone("bert", tmp_path), task=LanguageModel())
     with pytest.raises(ValueError, match="share"):

@@ -15,21 +15,21 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.config import Recipe
-from experiments.workflows.export import export
-from experiments.workflows.folder_check import drawn_inputs
-from experiments.workflows.merge import merge
-from experiments.workflows.model_card import _hub_sources
-from experiments.workflows.saved_tokenizer import run_rows
-from finetune.adapters.adapter import attach_adapter, save_adapter, trainable
-from finetune.adapters.merge import merge_files, read_changes, spot_check
-from finetune.config import Adapter
-from finetune.errors import UserError
-from finetune.models.load import load_backbone
-from finetune.models.meta import build_skeleton
-from finetune.tasks import Classify, LanguageModel, Task
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.workflows.export import export
+from flatshift.experiments.workflows.folder_check import drawn_inputs
+from flatshift.experiments.workflows.merge import merge
+from flatshift.experiments.workflows.model_card import _hub_sources
+from flatshift.experiments.workflows.saved_tokenizer import run_rows
+from flatshift.finetune.adapters.adapter import attach_adapter, save_adapter, trainable
+from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.tasks import Classify, LanguageModel, Task
 from tests.data_models import byte_tokenizer, write_jsonl
 from tests.finetune_models import save_backbone
 from tests.run_records import record_anew
@@ -292,9 +292,9 @@ import sys
 from pathlib import Path
 import torch
 from benchmarks._harness import PeakMemory
-from finetune.tasks import LanguageModel
-from finetune.adapters.merge import merge_files
-from finetune.models.meta import build_skeleton
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.adapters.merge import merge_files
+from flatshift.finetune.models.meta import build_skeleton
 source, saved, out = map(Path, sys.argv[1:])
 model = build_skeleton(source, task=LanguageModel())
 with PeakMemory() as peak:

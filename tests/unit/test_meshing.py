@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.auto import mesh_flags, named_axes
-from finetune.launch import consistency, spawn
-from finetune.launch.rendezvous import FolderBoard
-from finetune.planner import auto_mesh
-from finetune.planner.devices import Devices
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.auto import mesh_flags, named_axes
+from flatshift.finetune.launch import consistency, spawn
+from flatshift.finetune.launch.rendezvous import FolderBoard
+from flatshift.finetune.planner import auto_mesh
+from flatshift.finetune.planner.devices import Devices
 
 TWO = Devices("cuda", 2, 78 << 30)
 
@@ -64,7 +64,7 @@ def test_rank_0_decides_for_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("RANK", "0")
     first = mesh_flags(asked)
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr("experiments.recipe.auto.resolve", None)
+    monkeypatch.setattr("flatshift.experiments.recipe.auto.resolve", None)
     assert mesh_flags(asked) == first and axes(first) == {"replicate": 4}
 
 
@@ -79,7 +79,5 @@ def test_the_ranks_get_axes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 def test_deciding_needs_no_torch() -> None:
-    code = (
-        "import sys; from flatshift import commands; import experiments.recipe.auto; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from flatshift import commands; import flatshift.experiments.recipe.auto; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from selection import ClassifierSelector, MooreLewisSelector, Pool, SelectionError, TokenRows
-from selection.methods.ngrams import KneserNey, TrigramCounts, cross_entropy, discounts, trigrams
+from flatshift.selection import ClassifierSelector, MooreLewisSelector, Pool, SelectionError, TokenRows
+from flatshift.selection.methods.ngrams import KneserNey, TrigramCounts, cross_entropy, discounts, trigrams
 
 SIZE = 7
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from finetune.compute import numerics
-from finetune.compute.numerics import SHORT, attention
-from finetune.compute.precision import autocast
-from finetune.config import Train
+from flatshift.finetune.compute import numerics
+from flatshift.finetune.compute.numerics import SHORT, attention
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Train
 
 
 @pytest.fixture(autouse=True)

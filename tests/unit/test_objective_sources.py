@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.data import encode as tokens
-from experiments.data.splits import prepare
-from experiments.recipe import from_override, load_recipe
-from finetune.data.batches import Batches
-from finetune.data.columns import Examples
-from finetune.data.encoding import encode
-from finetune.data.labels import Units, units_of
-from finetune.data.masking import Masking, unmasked
-from finetune.errors import UserError
-from finetune.seeds import numpy_generator
-from finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
+from flatshift.experiments.data import encode as tokens
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.labels import Units, units_of
+from flatshift.finetune.data.masking import Masking, unmasked
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import numpy_generator
+from flatshift.finetune.tasks import Classify, MaskedLM, Regress, Seq2Seq
 from tests.data_models import row, text_rows, write_jsonl
 from tests.objective_models import masked_tokenizer, numbered_rows, save_encoder, several_rows
 

@@ -7,29 +7,29 @@ import dataclasses
 import pytest
 import torch
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.config import warm_up_task
-from experiments.recipe.rules import check_recipe
-from experiments.studies.stack import stackable
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Train
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.data.labels import Units
-from finetune.data.masking import Masking
-from finetune.errors import Interrupted, UserError
-from finetune.evaluate.judge import head_scores
-from finetune.models.load import load_backbone
-from finetune.run_directory import METRICS, RunDirectory, read_metrics
-from finetune.stacked.host import Host
-from finetune.stacked.together import cell_engine
-from finetune.tasks import Classify, MaskedLM, Regress
-from finetune.train.loop import TrainingStage, train_stage
-from finetune.train.stage import ForwardBackward
-from finetune.train.throughput import Meter
-from finetune.train.trace.examples import per_example
-from regularizers import Plain, build
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.config import warm_up_task
+from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.studies.stack import stackable
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.labels import Units
+from flatshift.finetune.data.masking import Masking
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.evaluate.judge import head_scores
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import METRICS, RunDirectory, read_metrics
+from flatshift.finetune.stacked.host import Host
+from flatshift.finetune.stacked.together import cell_engine
+from flatshift.finetune.tasks import Classify, MaskedLM, Regress
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import ForwardBackward
+from flatshift.finetune.train.throughput import Meter
+from flatshift.finetune.train.trace.examples import per_example
+from flatshift.regularizers import Plain, build
 from tests.data_models import text_rows
 from tests.finetune_models import PadOnly
 from tests.objective_models import CLASSES, masked_tokenizer, numbered_rows, save_encoder, scatter, several_rows
@@ -104,7 +104,7 @@ def test_a_stack_computes_what_each_cell_does_alone(name, source):
         model = attach_adapter(load_backbone(source, task=task, **names_of(task)), Adapter(rank=4), task=task, seed=0)
         scatter(model, seed=cell["seed"])
         batches = batches_of(task, accumulate=1, **cell)
-        from finetune.parallel.engine import Engine
+        from flatshift.finetune.parallel.engine import Engine
 
         engine = Engine.alone(model)
         head = engine.find_head(batches.at(0)[0].inputs, task=task)

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from benchmarks.cuda_rehearsal import Rehearsal
-from finetune.compute.capabilities import CUDA
-from finetune.parallel.engine import Engine
-from finetune.parallel.mesh import World
+from flatshift.finetune.compute.capabilities import CUDA
+from flatshift.finetune.parallel.engine import Engine
+from flatshift.finetune.parallel.mesh import World
 
 
 class Two(nn.Module):

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from finetune import assets
-from finetune.config import Adapter, Mesh, Train
-from finetune.errors import UserError
-from finetune.planner import cluster
-from finetune.planner.auto_mesh import resolve
-from finetune.planner.devices import Devices, visible
-from finetune.planner.footprint import Sizes, footprint
-from finetune.planner.layouts import AXES
-from finetune.planner.rules import Settings, check_settings
-from finetune.planner.throughput import Constants
-from finetune.tasks import LanguageModel
-from regularizers.config import SAM, Plain
+from flatshift.finetune import assets
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner import cluster
+from flatshift.finetune.planner.auto_mesh import resolve
+from flatshift.finetune.planner.devices import Devices, visible
+from flatshift.finetune.planner.footprint import Sizes, footprint
+from flatshift.finetune.planner.layouts import AXES
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.throughput import Constants
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.regularizers.config import SAM, Plain
 
 GIB = 2**30
 NODE = Devices("cuda", 8, 78 * GIB)  # eight devices of 80 GB
@@ -94,9 +94,9 @@ def test_elements_of_published_models(model: str, elements: int, adapter: int, r
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.bf16)])
 def test_the_estimate_is_what_a_run_counts(precision: str) -> None:
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.models.load import load_backbone
-    from finetune.planner.memory import memory_plan
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.planner.memory import memory_plan
 
     directory, train, adapter = assets.backbone("flatshift-5m"), Train(batch_size=4, precision=precision), Adapter()
     assert directory is not None
@@ -242,7 +242,7 @@ def test_a_damaged_weight_file(tmp_path: Path) -> None:
 
 
 def test_a_family_is_one_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.models.families import FAMILIES, context_families, pipeline_families, tensor_plans
+    from flatshift.finetune.models.families import FAMILIES, context_families, pipeline_families, tensor_plans
 
     monkeypatch.setitem(FAMILIES, "another", FAMILIES["llama"])
     assert all("another" in known() for known in (tensor_plans, pipeline_families, context_families))

@@ -10,12 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.errors import UserError
-from finetune.models.weight_names import canonical
-from finetune.parallel.pipeline import bubble, check_pipeline, cut, schedules, split, stage_costs, tied_sources
-from finetune.parallel.pipeline.cut import Costs
-from finetune.parallel.pipeline.pieces import cut_micros
-from finetune.parallel.pipeline.plan import full_pieces, pieces_per_micro, rank_of, stages_of, virtual_stages
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.weight_names import canonical
+from flatshift.finetune.parallel.pipeline import (
+    bubble,
+    check_pipeline,
+    cut,
+    schedules,
+    split,
+    stage_costs,
+    tied_sources,
+)
+from flatshift.finetune.parallel.pipeline.cut import Costs
+from flatshift.finetune.parallel.pipeline.pieces import cut_micros
+from flatshift.finetune.parallel.pipeline.plan import full_pieces, pieces_per_micro, rank_of, stages_of, virtual_stages
 
 
 @dataclass(frozen=True)

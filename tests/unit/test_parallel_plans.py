@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from finetune.errors import UserError
-from finetune.models.families import tensor_plans
-from finetune.parallel.tensor import check_tensor_plan
-from finetune.parallel.tensor.plans import find
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.families import tensor_plans
+from flatshift.finetune.parallel.tensor import check_tensor_plan
+from flatshift.finetune.parallel.tensor.plans import find
 from tests.tensor_models import KINDS, adapted, backbone
 
 

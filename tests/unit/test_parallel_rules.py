@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from finetune.config import Adapter, Mesh, Optimizer, Projector, Train
-from finetune.errors import UserError
-from finetune.planner.rules import REQUIRES, RULES, Settings, check_settings
-from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
-from regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner.rules import REQUIRES, RULES, Settings, check_settings
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
+from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
 
 # (setting, other side) of a rule → what breaks it and nothing before it; what obeys it, as near to that as can be
 CASES: dict[tuple[str, str], tuple[dict, dict]] = {

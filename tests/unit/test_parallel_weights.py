@@ -11,20 +11,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.compute.loss import batch_loss
-from finetune.config import Adapter, Mesh
-from finetune.errors import UserError
-from finetune.models.anatomy import blocks
-from finetune.models.load import load_backbone
-from finetune.models.meta import build_skeleton
-from finetune.models.safetensors_index import read_index
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.parallel.fsdp import shard
-from finetune.parallel.layout import Layout, Slice, held, put, whole
-from finetune.parallel.mesh import World
-from finetune.parallel.weights import load_weights, materialize
-from finetune.tasks import Classify, LanguageModel
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.compute.loss import batch_loss
+from flatshift.finetune.config import Adapter, Mesh
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.anatomy import blocks
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.meta import build_skeleton
+from flatshift.finetune.models.safetensors_index import read_index
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.fsdp import shard
+from flatshift.finetune.parallel.layout import Layout, Slice, held, put, whole
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.weights import load_weights, materialize
+from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import Micro, save_backbone
 
 
@@ -148,7 +148,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(llama, tmp_path):
 
 
 def test_long_tensors_are_read_in_pieces(llama, monkeypatch):
-    from finetune.parallel import weights
+    from flatshift.finetune.parallel import weights
 
     monkeypatch.setattr(weights, "_PIECE", 100)
     built, loaded = (make(llama, task=LanguageModel()) for make in (build_skeleton, load_backbone))
@@ -214,7 +214,7 @@ def test_recomputing_changes_no_bit_and_keeps_fewer_tensors(llama):
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_backward_recomputes_by_the_kernels_of_the_forward_pass(llama, mode, monkeypatch):
     """Short rows in bf16 have a kernel of attention of their own, named around the forward pass alone."""
-    monkeypatch.setattr("finetune.compute.numerics.bf16_instructions", lambda: True)
+    monkeypatch.setattr("flatshift.finetune.compute.numerics.bf16_instructions", lambda: True)
     task = LanguageModel(pack=False)
     ids = torch.arange(24).view(2, 12) % 60 + 3
     batch = Micro({"input_ids": ids, "attention_mask": torch.ones_like(ids)}, ids, 22, 2)

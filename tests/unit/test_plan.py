@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from experiments.recipe import from_override
-from experiments.workflows.plan import plan
-from finetune.config import Adapter, Mesh, Train
-from finetune.errors import UserError
-from finetune.planner import calibration
-from finetune.planner.cluster import KNOWN, Cluster, read_sizes
-from finetune.planner.footprint import Sizes, footprint
-from finetune.planner.layouts import priced
-from finetune.planner.rules import Settings
-from finetune.planner.throughput import DEVICES, Constants, Work, seconds
-from finetune.tasks import LanguageModel
 from flatshift.cli import run
+from flatshift.experiments.recipe import from_override
+from flatshift.experiments.workflows.plan import plan
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner import calibration
+from flatshift.finetune.planner.cluster import KNOWN, Cluster, read_sizes
+from flatshift.finetune.planner.footprint import Sizes, footprint
+from flatshift.finetune.planner.layouts import priced
+from flatshift.finetune.planner.rules import Settings
+from flatshift.finetune.planner.throughput import DEVICES, Constants, Work, seconds
+from flatshift.finetune.tasks import LanguageModel
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +89,7 @@ def test_one_device_holds_what_it_should() -> None:
 
 def test_many_devices_and_the_lines_to_paste() -> None:
     flags = {"max_length": "4096", "batch_size": "256"}
-    from experiments.recipe import from_override
+    from flatshift.experiments.recipe import from_override
 
     overrides = [from_override(f"train.{key}", value) for key, value in flags.items()]
     found = plan("language-model", overrides, model="llama-3.1-70b", gpus="256xH100-80", price=2.0, tokens=1e9)
@@ -223,9 +223,9 @@ def test_real_models_fit_as_their_page_says(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_their_trainings_parse_and_take_the_planned_mesh() -> None:
-    from experiments.recipe import load_recipe
     from flatshift.command_line import split_overrides
     from flatshift.commands.train import Flags
+    from flatshift.experiments.recipe import load_recipe
 
     page = (DOCS / "real-models.md").read_text(encoding="utf-8")
     lines = [line for block in page.split("```console\n")[1:] for line in block.split("```")[0].splitlines()]
@@ -388,8 +388,8 @@ def test_kernels_of_a_block_are_those_that_dispatch_counts(targets: Any, adapted
     import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from finetune.parallel.activation_checkpoint import checkpoint_activations
-    from finetune.planner.throughput import kernels
+    from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+    from flatshift.finetune.planner.throughput import kernels
 
     views = {"view", "t", "transpose", "expand", "detach", "unsqueeze", "slice", "_unsafe_view", "alias", "permute"}
 

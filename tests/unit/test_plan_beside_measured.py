@@ -8,21 +8,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from experiments.report.blocks import Bars, Notes
-from experiments.report.chapters.run import training_sections
-from experiments.results.run import discover
-from experiments.workflows import train as workflow
-from finetune.config import Adapter, Mesh, Train
-from finetune.figures import beside_text
-from finetune.planner.cluster import Cluster, read_sizes
-from finetune.planner.layouts import update_seconds
-from finetune.planner.memory import MemoryPlan
-from finetune.planner.rules import Settings
-from finetune.planner.throughput import device_named
-from finetune.tasks import LanguageModel
-from finetune.train import peak_memory
-from finetune.train.peak_memory import PlannedUpdate, UpdateMeter
 from flatshift import cli
+from flatshift.experiments.report.blocks import Bars, Notes
+from flatshift.experiments.report.chapters.run import training_sections
+from flatshift.experiments.results.run import discover
+from flatshift.experiments.workflows import train as workflow
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.figures import beside_text
+from flatshift.finetune.planner.cluster import Cluster, read_sizes
+from flatshift.finetune.planner.layouts import update_seconds
+from flatshift.finetune.planner.memory import MemoryPlan
+from flatshift.finetune.planner.rules import Settings
+from flatshift.finetune.planner.throughput import device_named
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train import peak_memory
+from flatshift.finetune.train.peak_memory import PlannedUpdate, UpdateMeter
 from tests.cli.test_train_contract import SMALL, flags
 
 PLAN = MemoryPlan(backbone=1000, adapter=100, gradients=100, optimizer=200, activations=5 << 20)
@@ -152,7 +152,7 @@ def test_seconds_are_those_of_plan_or_nothing():
 
 
 def test_a_known_device_has_its_time_predicted(monkeypatch, tmp_path):
-    from experiments.recipe import load_recipe
+    from flatshift.experiments.recipe import load_recipe
 
     recipe = load_recipe("language-model", []).recipe
     engine = SimpleNamespace(device=torch.device("cuda", 0))

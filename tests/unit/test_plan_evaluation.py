@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from finetune.config import Adapter, Train
-from finetune.models.anatomy import given_cache
-from finetune.planner.evaluation import EvaluationPlan, evaluation_plan
-from finetune.planner.footprint import Sizes
-from finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Task
+from flatshift.finetune.config import Adapter, Train
+from flatshift.finetune.models.anatomy import given_cache
+from flatshift.finetune.planner.evaluation import EvaluationPlan, evaluation_plan
+from flatshift.finetune.planner.footprint import Sizes
+from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Task
 from tests.data_models import tiny_model
 
 TRAIN = Train(precision="fp32")

@@ -2,7 +2,7 @@
 
 Two and four blocks at three lengths: their difference is a block, and the parabola through the lengths parts what is of
 the adapters' copies (constant), of tokens (linear) and of pairs of tokens, of which there must be nothing: rows padded
-on the right take the kernel's own causal mask (`finetune.compute.attention`), so no mask is made here either.
+on the right take the kernel's own causal mask (`flatshift.finetune.compute.attention`), so no mask is made here either.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from finetune.compute.numerics import without_input_casts
-from finetune.compute.precision import autocast
-from finetune.config import Adapter, Mesh, Train
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.planner.cluster import KNOWN
-from finetune.planner.footprint import Sizes, footprint
+from flatshift.finetune.compute.numerics import without_input_casts
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.planner.cluster import KNOWN
+from flatshift.finetune.planner.footprint import Sizes, footprint
 
 _SMALL = {"vocab_size": 5000, "num_attention_heads": 16, "num_key_value_heads": 8, "hidden_size": 1024}
 SHAPES: Mapping[str, Mapping[str, Any]] = {

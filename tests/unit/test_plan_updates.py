@@ -12,21 +12,21 @@ import pytest
 import torch
 import transformers
 
-import regularizers
 from benchmarks._harness import held_bytes, peak_bytes
-from finetune.compute import attention
-from finetune.compute.numerics import without_input_casts
-from finetune.compute.precision import autocast
-from finetune.config import Adapter, Mesh, Optimizer, Train
-from finetune.data.micro_batch import MicroBatch, Sides
-from finetune.parallel.build import build_engine
-from finetune.parallel.mesh import World
-from finetune.planner.cluster import read_sizes
-from finetune.planner.footprint import footprint
-from finetune.planner.memory import memory_plan
-from finetune.tasks import Classify, LanguageModel, MaskedLM, Preference, Task
-from finetune.train.optimizer import AdapterOptimizer
-from regularizers.config import ASAM, GGPO, MGPO, SAM, BiLora, FlatLora, Plain, RegularizerConfig
+from flatshift import regularizers
+from flatshift.finetune.compute import attention
+from flatshift.finetune.compute.numerics import without_input_casts
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
+from flatshift.finetune.data.micro_batch import MicroBatch, Sides
+from flatshift.finetune.parallel.build import build_engine
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.planner.cluster import read_sizes
+from flatshift.finetune.planner.footprint import footprint
+from flatshift.finetune.planner.memory import memory_plan
+from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Preference, Task
+from flatshift.finetune.train.optimizer import AdapterOptimizer
+from flatshift.regularizers.config import ASAM, GGPO, MGPO, SAM, BiLora, FlatLora, Plain, RegularizerConfig
 
 ROWS, TOKENS, WORDS, CLASSES = 4, 160, 12_000, 3
 ADAPTER = Adapter(rank=8)

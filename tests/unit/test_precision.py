@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.recipe import from_override, load_recipe, recipe_key
-from experiments.recipe.auto import settled
-from finetune.compute import matmul_rate, precision
-from finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
-from finetune.compute.precision import Choice, choose, cuda_choice, faster
-from finetune.config import Train
-from finetune.errors import UserError
-from finetune.planner.rules import Settings, check_settings
+from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
+from flatshift.experiments.recipe.auto import settled
+from flatshift.finetune.compute import matmul_rate, precision
+from flatshift.finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
+from flatshift.finetune.compute.precision import Choice, choose, cuda_choice, faster
+from flatshift.finetune.config import Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner.rules import Settings, check_settings
 
 SHAPE = Shape.of(tokens=128, width=256, inner=688)
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -178,7 +178,7 @@ def test_fp16_and_tf32_are_refused_on_a_cpu_that_auto_found():
 
 def _settled(monkeypatch, rates, overrides=(), **more):
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (rates, None))
-    from experiments.recipe import auto
+    from flatshift.experiments.recipe import auto
 
     auto._decide.cache_clear()
     said: list[str] = []
@@ -189,7 +189,7 @@ def _settled(monkeypatch, rates, overrides=(), **more):
 
 
 def test_every_shipped_recipe_leaves_the_precision_to_the_machine():
-    from experiments.recipe import shipped_recipes
+    from flatshift.experiments.recipe import shipped_recipes
 
     own = {"positive-control"}  # its solver takes float32 alone, which is its point
     assert {load_recipe(name).recipe.train.precision for name in set(shipped_recipes()) - own} == {"auto"}
@@ -221,10 +221,10 @@ def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(
 
 
 def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
-    from experiments.studies.sweep.plan import Base
+    from flatshift.experiments.studies.sweep.plan import Base
 
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
-    from experiments.recipe import auto
+    from flatshift.experiments.recipe import auto
 
     auto._decide.cache_clear()
     said: list[str] = []
@@ -238,7 +238,7 @@ def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
 
 def test_rank_0_decides_for_all(monkeypatch):
     """The others are told, whatever they would have taken themselves."""
-    from finetune.launch import consistency
+    from flatshift.finetune.launch import consistency
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -249,11 +249,11 @@ def test_rank_0_decides_for_all(monkeypatch):
 
 
 def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
-    from finetune.planner import devices, footprint
+    from flatshift.finetune.planner import devices, footprint
 
     resolved = load_recipe("classify", [from_override("train.precision", "fp32")])
     recipe = resolved.recipe
-    from experiments.recipe.auto import backbone_directory
+    from flatshift.experiments.recipe.auto import backbone_directory
 
     backbone = footprint.Sizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
     narrow = dataclasses.replace(recipe.train, backbone_precision="bf16")
@@ -270,7 +270,7 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
 
 
 def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsys):
-    from experiments.recipe import auto
+    from flatshift.experiments.recipe import auto
 
     recipe = load_recipe("classify", [from_override("train.device", "cpu")]).recipe
     half = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp16"))
@@ -289,8 +289,8 @@ def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsy
 _LOADS = """
 import sys, torch, transformers
 from benchmarks._harness import PeakMemory
-from finetune.models.load import load_backbone
-from finetune.tasks import LanguageModel
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import LanguageModel
 load_backbone("flatshift-5m", task=LanguageModel())  # what is imported on the way
 with PeakMemory(0.001) as memory:
     model = load_backbone(sys.argv[1], task=LanguageModel(), precision="fp32")

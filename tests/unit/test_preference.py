@@ -7,17 +7,17 @@ import json
 import pytest
 import torch
 
-from finetune.config import Adapter, Mesh, Train
-from finetune.data.batches import Batches
-from finetune.data.chat.template import template_text
-from finetune.data.columns import Examples, ExampleWriter, open_examples
-from finetune.data.encoding import encode
-from finetune.data.example import IGNORE
-from finetune.data.panel import first_batch_panel
-from finetune.data.rows import Row, read_rows
-from finetune.errors import UserError
-from finetune.planner.rules import Settings, check_settings
-from finetune.tasks import KINDS, LanguageModel, Preference
+from flatshift.finetune.config import Adapter, Mesh, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.chat.template import template_text
+from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.example import IGNORE
+from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.rows import Row, read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.tasks import KINDS, LanguageModel, Preference
 from tests.data_models import byte_tokenizer
 
 SAID = "Why is the sky blue?"
@@ -253,7 +253,7 @@ def test_label_noise_calls_the_worse_answer_the_better():
 
 
 def test_the_odds_of_likely_answers_keep_their_gradient():
-    from finetune.tasks.preference import _log1mexp
+    from flatshift.finetune.tasks.preference import _log1mexp
 
     x = torch.tensor([-1e-6, -1e-3, -0.5, -0.7, -3.0, -40.0], requires_grad=True)
     _log1mexp(x).sum().backward()

@@ -58,7 +58,7 @@ def test_spans_are_cut_out_and_can_be_put_back() -> None:
 def test_the_tokenizers_keep_the_decoders_and_add_what_is_needed() -> None:
     from transformers import AutoTokenizer
 
-    from finetune.assets import backbone
+    from flatshift.finetune.assets import backbone
 
     old = AutoTokenizer.from_pretrained(backbone("flatshift-5m"))
     text = "The river of naïve 日本 words."
@@ -78,7 +78,7 @@ def test_the_encoder_is_the_decoder_that_sees_ahead() -> None:
     """With a causal mask, and one text, its hidden states would be the decoder's: compare the first token's."""
     from transformers import AutoModelForCausalLM
 
-    from finetune.assets import backbone
+    from flatshift.finetune.assets import backbone
 
     config = dataclasses.replace(ENCODER, blocks=tuple(range(6)))
     encoder = build_model(config, 4097).eval()

@@ -11,10 +11,10 @@ import pytest
 import torch
 import yaml
 
-from experiments.workflows.probes import read_probe
-from finetune.errors import UserError
-from finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
 from flatshift.cli import run
+from flatshift.experiments.workflows.probes import read_probe
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
 from tests.data_models import write_jsonl
 
 LISTS: dict = {
@@ -110,7 +110,7 @@ def test_shipped_probes_can_be_asked(name):
 def test_the_command_agrees_with_a_plain_reading(tmp_path: Path, capsys):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from finetune.assets import backbone
+    from flatshift.finetune.assets import backbone
 
     lists = tmp_path / "lists.yaml"
     lists.write_text(yaml.safe_dump({**LISTS, "groups": {"men": ["he"], "women": ["she"]}}))

@@ -18,9 +18,9 @@ from benchmarks.studies.selection_quality.plan import RECIPE, Plan
 from benchmarks.studies.selection_quality.pool import open_pool, pool_file
 from benchmarks.studies.selection_quality.settings import StudyRecipe
 from benchmarks.studies.selection_quality.study import study_quality
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.auto import settled
-from finetune.errors import UserError
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.auto import settled
+from flatshift.finetune.errors import UserError
 from tests.quality_study import make_study
 
 # --------------------------------------------------------------------------------------------- a whole study
@@ -318,7 +318,7 @@ def test_a_pool_that_cannot_serve_is_one_clear_error(made, tmp_path: Path) -> No
 def inputs_of(plan: Plan, out: Path, monkeypatch) -> None:
     """The first cells of a study: its pool and features."""
     from benchmarks.studies.selection_quality import runner
-    from experiments.run.console import Console
+    from flatshift.experiments.run.console import Console
 
     monkeypatch.setattr(plan, "arms_with_budget", list)
     for later in ("tune", "finals", "embedders"):
@@ -431,7 +431,7 @@ def test_a_part_and_a_stopped_run_are_not_published(made, monkeypatch, tmp_path:
     import sys
 
     import benchmarks.selection_quality as benchmark
-    from finetune.errors import Interrupted
+    from flatshift.finetune.errors import Interrupted
 
     page = tmp_path / "selection.md"
     page.write_text("before {}\nkept\n{} after".format(*benchmark.marks("quality")), encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.studies.selection_quality.form import SIZE, shapes
-from selection import MooreLewisSelector, Pool
+from flatshift.selection import MooreLewisSelector, Pool
 
 
 def test_words_count_for_nothing_and_form_for_all() -> None:

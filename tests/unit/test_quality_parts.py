@@ -14,7 +14,7 @@ from benchmarks.studies.selection_quality.choosing import matched_draw
 from benchmarks.studies.selection_quality.pool import StoredPool
 from benchmarks.studies.selection_quality.settings import Quality, QualityArm, QualityTarget
 from benchmarks.studies.selection_quality.stream import packed_rows
-from finetune.errors import UserError
+from flatshift.finetune.errors import UserError
 
 # --------------------------------------------------------------------------------------------- settings
 
@@ -110,7 +110,7 @@ def test_rows_of_a_warm_up_are_the_passages_end_to_end_and_equally_many_for_all(
 
 def test_an_encoder_is_distilled_into_a_table_of_static_vectors(tmp_path: Path) -> None:
     from benchmarks.studies.selection_quality.features import distilled
-    from selection.features import StaticEmbedder
+    from flatshift.selection.features import StaticEmbedder
     from tests.data_models import bert_tokenizer
     from tests.finetune_models import save_backbone
 

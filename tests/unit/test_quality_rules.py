@@ -83,7 +83,7 @@ def test_accuracy_that_holds_for_these_rows_only_is_told() -> None:
 
 
 def test_a_bootstrap_over_seeds_and_rows_is_the_naive_one() -> None:
-    from experiments.statistics.intervals import seeds_by_items
+    from flatshift.experiments.statistics.intervals import seeds_by_items
 
     rng = np.random.default_rng(0)
     tables = [rng.choice([-1.0, 0.0, 1.0], size=(5, 40), p=[0.2, 0.5, 0.3]), rng.choice([0.0, 1.0], size=(5, 60))]
@@ -102,7 +102,7 @@ def test_a_bootstrap_over_seeds_and_rows_is_the_naive_one() -> None:
 
 def test_an_arm_without_a_p_keeps_the_family_as_large() -> None:
     from benchmarks.studies.selection_quality.analysis import _correct
-    from experiments.statistics.intervals import paired_test
+    from flatshift.experiments.statistics.intervals import paired_test
 
     alike = paired_test({0: 0.71, 1: 0.62}, {0: 0.7, 1: 0.61})
     assert alike is not None and alike["p"] is None and alike["low"] is alike["high"] is alike["detectable"] is None

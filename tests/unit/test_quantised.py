@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
-from finetune.compute.precision import autocast
-from finetune.config import Adapter, Quantization, Train
-from finetune.errors import UserError
-from finetune.models.fingerprint import checksum
-from finetune.models.load import load_backbone
-from finetune.models.quantize import KINDS, scales
-from finetune.tasks import Classify, LanguageModel
 from flatshift.cli import run
-from regularizers import GGPO, RegularizerError, build
-from regularizers.layers.sites import find_lora_sites
+from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
+from flatshift.finetune.compute.precision import autocast
+from flatshift.finetune.config import Adapter, Quantization, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.quantize import KINDS, scales
+from flatshift.finetune.tasks import Classify, LanguageModel
+from flatshift.regularizers import GGPO, RegularizerError, build
+from flatshift.regularizers.layers.sites import find_lora_sites
 from tests.finetune_models import save_backbone
 
 HERE = importlib.util.find_spec("bitsandbytes") is not None

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments.recipe import from_override, load_recipe, resume_recipe, shipped_recipes
-from experiments.recipe.config import Recipe
-from experiments.recipe.tree import Leaf, parse
-from finetune.errors import UserError
-from finetune.tasks import Classify
-from regularizers.config import GGPO, Plain
+from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe, shipped_recipes
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.tree import Leaf, parse
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.tasks import Classify
+from flatshift.regularizers.config import GGPO, Plain
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_unknown_recipe_names_the_nearest() -> None:
 def test_keys_that_later_versions_add_rename_no_finished_run() -> None:
     """What `recipe_key` was at 0.1.0, before sources, trackers, compiled blocks and other optimizers came, before the
     machine chose the precision, which the recipes named, and when training rows were evaluated too."""
-    from experiments.recipe import from_override, load_recipe, recipe_key
+    from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
 
     bf16 = [from_override("train.precision", "bf16"), from_override("eval.train_limit", "1000")]
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import flatshift
-from experiments.recipe import from_mapping, load_recipe
-from experiments.run.console import Console
-from experiments.select.embedding import Vectors
-from experiments.select.pool import read_pool, read_records
-from finetune.errors import UserError
-from selection.config import Gradients
-from selection.features import ShardWriter, open_directory, seal
+from flatshift.experiments.recipe import from_mapping, load_recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.embedding import Vectors
+from flatshift.experiments.select.pool import read_pool, read_records
+from flatshift.finetune.errors import UserError
+from flatshift.selection.config import Gradients
+from flatshift.selection.features import ShardWriter, open_directory, seal
 
 TEXTS = [f"The {a} of the {b} was measured." for a in ("rate", "shape", "cost") for b in ("cell", "bank", "river")]
 

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from experiments.recipe.config import Recipe, Select, WarmUp
-from experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_cell, check_rules, check_split
-from finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
-from finetune.errors import UserError
-from finetune.stacked.limits import REASONS
-from finetune.tasks import Completion, LanguageModel
-from regularizers.config import SAM
-from selection.config import KNN, GotD
+from flatshift.experiments.recipe.config import Recipe, Select, WarmUp
+from flatshift.experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_cell, check_rules, check_split
+from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.stacked.limits import REASONS
+from flatshift.finetune.tasks import Completion, LanguageModel
+from flatshift.regularizers.config import SAM
+from flatshift.selection.config import KNN, GotD
 
 BASE = Recipe(task=LanguageModel())
 COMPILED = Train(compile=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapters.adapter import attach_adapter
-from finetune.compute import numerics
-from finetune.compute.loss import batch_loss
-from finetune.compute.numerics import SHORT
-from finetune.config import Adapter
-from finetune.models.load import load_backbone
-from finetune.parallel.activation_checkpoint import checkpoint_activations
-from finetune.tasks import LanguageModel
+from flatshift.finetune.adapters.adapter import attach_adapter
+from flatshift.finetune.compute import numerics
+from flatshift.finetune.compute.loss import batch_loss
+from flatshift.finetune.compute.numerics import SHORT
+from flatshift.finetune.config import Adapter
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone
 
 LM = LanguageModel()

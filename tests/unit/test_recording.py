@@ -9,22 +9,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.recipe import from_override, load_recipe
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute.loss import find_head
-from finetune.config import Adapter, Optimizer, Record
-from finetune.data.example import Example
-from finetune.data.inference import Inference
-from finetune.data.noise import foreign_answers, shuffled_examples
-from finetune.errors import UserError
-from finetune.models.load import load_backbone
-from finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
-from finetune.train.optimizer import AdapterOptimizer
-from finetune.train.trace.curvature import curvature_figures
-from finetune.train.trace.examples import Flipped, Judged, per_example, split_figures
-from finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_figures, gradient_figures
-from finetune.train.trace.files import recorded_steps, stability_threshold
-from finetune.train.trace.recorder import Recording
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute.loss import find_head
+from flatshift.finetune.config import Adapter, Optimizer, Record
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.noise import foreign_answers, shuffled_examples
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
+from flatshift.finetune.train.optimizer import AdapterOptimizer
+from flatshift.finetune.train.trace.curvature import curvature_figures
+from flatshift.finetune.train.trace.examples import Flipped, Judged, per_example, split_figures
+from flatshift.finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_figures, gradient_figures
+from flatshift.finetune.train.trace.files import recorded_steps, stability_threshold
+from flatshift.finetune.train.trace.recorder import Recording
 from tests.data_models import row
 from tests.finetune_models import IGNORED, save_backbone
 from tests.seq2seq_models import save_encoder_decoder

@@ -8,23 +8,23 @@ import math
 import pytest
 import torch
 
-from experiments.data.splits import prepare
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.rules import check_recipe
-from experiments.workflows.train import LABEL_NOISE, train
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Evaluate, Optimizer, Record, Train
-from finetune.data.example import Example
-from finetune.errors import Interrupted, UserError
-from finetune.models.fingerprint import checksum
-from finetune.models.load import load_backbone
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import LanguageModel
-from finetune.train.checkpointer import latest_checkpoint, unpack
-from finetune.train.loop import TrainingStage, train_stage
-from finetune.train.trace.files import read_trace
-from finetune.train.trace.recorder import Recording
-from regularizers import GGPO, SAM, BiLora, NEFTune, Plain, build
+from flatshift.experiments.data.splits import prepare
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.workflows.train import LABEL_NOISE, train
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Record, Train
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.checkpointer import latest_checkpoint, unpack
+from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.trace.files import read_trace
+from flatshift.finetune.train.trace.recorder import Recording
+from flatshift.regularizers import GGPO, SAM, BiLora, NEFTune, Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
 
 LM = LanguageModel()

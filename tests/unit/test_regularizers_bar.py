@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regularizers import BAR, MGPO, RegularizerError, build
-from regularizers.methods.bar import BARRegularizer, factor_pairs, scheduled_alpha
+from flatshift.regularizers import BAR, MGPO, RegularizerError, build
+from flatshift.regularizers.methods.bar import BARRegularizer, factor_pairs, scheduled_alpha
 from tests.regularizer_models import clear, frozen_checksums, loss_of, tiny_gpt2, tiny_llama, tokens, with_lora
 from tests.regularizer_stage import run_stage, same_course
 

@@ -8,8 +8,8 @@ import torch
 from peft import get_peft_model_state_dict
 from torch import Tensor
 
-from regularizers import GGPO, BiLora, Regularizer, RegularizerError, build
-from regularizers.methods.bilora import BiLoraRegularizer, drawn_a, squared_product_norm
+from flatshift.regularizers import GGPO, BiLora, Regularizer, RegularizerError, build
+from flatshift.regularizers.methods.bilora import BiLoraRegularizer, drawn_a, squared_product_norm
 from tests.regularizer_models import (
     base_weights,
     densely_perturbed,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers.config import default_rank
-from regularizers.methods.guidance import (
+from flatshift.regularizers.config import default_rank
+from flatshift.regularizers.methods.guidance import (
     debiased,
     gradient_form,
     gradient_level,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finetune.adapters.adapter import trainable
-from finetune.errors import Interrupted
-from finetune.models.fingerprint import checksum
-from finetune.run_directory import RunDirectory, read_metrics
-from regularizers import ASAM, SAM, BiLora, LoraSAM, Plain
+from flatshift.finetune.adapters.adapter import trainable
+from flatshift.finetune.errors import Interrupted
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.regularizers import ASAM, SAM, BiLora, LoraSAM, Plain
 from tests.unit.test_loop_train import fit, model_of, sources
 
 __all__ = ["sources"]  # a fixture

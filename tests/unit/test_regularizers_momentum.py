@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regularizers import GGPO, MGPO, MSAM, Regularizer, RegularizerError, build
-from regularizers.methods.momentum import LayerMomentumRegularizer, MomentumRegularizer
+from flatshift.regularizers import GGPO, MGPO, MSAM, Regularizer, RegularizerError, build
+from flatshift.regularizers.methods.momentum import LayerMomentumRegularizer, MomentumRegularizer
 from tests.regularizer_models import (
     clear,
     densely_perturbed,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration
 
-from regularizers import GGPO, NEFTune, RegularizerError, build
-from regularizers.mesh import Alone
-from regularizers.methods.neftune import NEFTuneRegularizer, input_embedding, uniform
+from flatshift.regularizers import GGPO, NEFTune, RegularizerError, build
+from flatshift.regularizers.mesh import Alone
+from flatshift.regularizers.methods.neftune import NEFTuneRegularizer, input_embedding, uniform
 from tests.regularizer_models import VOCABULARY, gradients, loss_of, tiny_gpt2, tiny_llama, tokens, with_lora
 from tests.regularizer_stage import run_stage, same_course
 

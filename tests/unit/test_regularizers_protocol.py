@@ -10,9 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
-from regularizers.mesh import Alone
-from regularizers.methods.ggpo import GGPORegularizer
+from flatshift.regularizers import GGPO, Plain, PlainRegularizer, RegularizerError, build
+from flatshift.regularizers.mesh import Alone
+from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.regularizer_models import clear, gradients, loss_of, tiny_llama, tokens, with_lora
 
 
@@ -259,14 +259,14 @@ def test_heads_trained_whole_are_untouched() -> None:
 
 def test_the_package_imports_neither_torch_nor_peft() -> None:
     code = (
-        "import sys, regularizers, regularizers.config, regularizers.errors, regularizers.protocol; "
-        "assert 'torch' not in sys.modules; import regularizers.methods.ggpo; "
+        "import sys, regularizers, flatshift.regularizers.config, flatshift.regularizers.errors, flatshift.regularizers.protocol; "
+        "assert 'torch' not in sys.modules; import flatshift.regularizers.methods.ggpo; "
         "assert not {'peft', 'transformers'} & set(sys.modules); "
         "assert set(dir(regularizers)) >= set(regularizers.__all__); "
         "assert all(getattr(regularizers, name) for name in regularizers.__all__)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    import regularizers
+    from flatshift import regularizers
 
     with pytest.raises(AttributeError, match="nonsense"):
         regularizers.nonsense  # noqa: B018

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.adapters.adapter import trainable
-from finetune.config import Quantization
-from finetune.models.fingerprint import checksum
-from finetune.models.quantize import KINDS
-from regularizers import ASAM, SAM, BiLora, LoraSAM, build
+from flatshift.finetune.adapters.adapter import trainable
+from flatshift.finetune.config import Quantization
+from flatshift.finetune.models.fingerprint import checksum
+from flatshift.finetune.models.quantize import KINDS
+from flatshift.regularizers import ASAM, SAM, BiLora, LoraSAM, build
 from tests.regularizer_models import base_weights
 from tests.unit.test_quantised import adapted, dense_twin, loss_and_gradients, needs_package, sources
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers.layers import frozen
-from regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms, squared_update_norms
-from regularizers.layers.sites import canonical_name, find_lora_sites
+from flatshift.regularizers.layers import frozen
+from flatshift.regularizers.layers.frozen import adapted_squared_row_norms, squared_row_norms, squared_update_norms
+from flatshift.regularizers.layers.sites import canonical_name, find_lora_sites
 from tests.regularizer_models import tiny_gpt2, tiny_llama, with_lora
 
 

@@ -10,8 +10,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from regularizers import ASAM, GGPO, SAM, LoraSAM, Regularizer, RegularizerError, build
-from regularizers.mesh import Alone
+from flatshift.regularizers import ASAM, GGPO, SAM, LoraSAM, Regularizer, RegularizerError, build
+from flatshift.regularizers.mesh import Alone
 from tests.regularizer_models import (
     base_weights,
     clear,

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from regularizers.layers.signs import (
+from flatshift.regularizers.layers.signs import (
     MAX_COLUMNS,
     Streams,
     counters,

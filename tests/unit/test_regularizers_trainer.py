@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from regularizers import (
+from flatshift.regularizers import (
     ASAM,
     BAR,
     GGPO,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from regularizers import GGPO, Regularizer, build
-from regularizers.layers.signs import signs
+from flatshift.regularizers import GGPO, Regularizer, build
+from flatshift.regularizers.layers.signs import signs
 from tests.regularizer_models import (
     base_weights,
     clear,

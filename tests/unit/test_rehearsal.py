@@ -16,24 +16,24 @@ import torch
 import torch.nn.functional as F
 from transformers import TrainerCallback
 
-import finetune
 from benchmarks import _rehearsal as cases
 from benchmarks.cuda_rehearsal import Rehearsal
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute import attention
-from finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
-from finetune.compute.loss import batch_loss
-from finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
-from finetune.data.batches import Batches
-from finetune.evaluate.generation import Decoding, continue_prompts
-from finetune.models.load import load_backbone
-from finetune.parallel.mesh import World
-from finetune.run_directory import RunDirectory, read_metrics
-from finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
-from finetune.train.checkpointer import steps as saved_steps
-from finetune.train.deferred_metrics import Line, Unread
-from finetune.train.loop import Diverged, TrainingStage, train_stage
-from regularizers import GGPO, BiLora, Plain, build
+from flatshift import finetune
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute import attention
+from flatshift.finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
+from flatshift.finetune.compute.loss import batch_loss
+from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.run_directory import RunDirectory, read_metrics
+from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
+from flatshift.finetune.train.checkpointer import steps as saved_steps
+from flatshift.finetune.train.deferred_metrics import Line, Unread
+from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.regularizers import GGPO, BiLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 from tests.seq2seq_models import save_encoder_decoder
 
@@ -101,10 +101,10 @@ def test_a_scaled_loss_is_looked_at_once_an_update():
 
 @pytest.mark.parametrize("on", ["meta", pytest.param("cuda", marks=FAKE)])
 def test_generation_and_judging_stay_on_the_device(on):
-    from finetune.data.inference import Inference
-    from finetune.evaluate.judge import head_scores
-    from finetune.evaluate.perplexity import document_nats
-    from finetune.train.trace.examples import per_example
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.judge import head_scores
+    from flatshift.finetune.evaluate.perplexity import document_nats
+    from flatshift.finetune.train.trace.examples import per_example
 
     how = Inference(2, 0, on, torch.bfloat16)
     rows = cases.rows("completion", 3)
@@ -223,7 +223,7 @@ _MAY_ASK = {
     "train/checkpointer.py": "writes the type down",
     "run_directory.py": "writes the device's name down",
 }
-"""Files outside of `finetune.compute` that read a device's type, and why."""
+"""Files outside of `flatshift.finetune.compute` that read a device's type, and why."""
 
 
 def test_the_type_of_a_device_is_asked_in_one_place():
@@ -316,7 +316,7 @@ def test_a_nan_stops_before_anything_of_its_update_is_kept_though_it_is_read_lat
 
 def test_lines_come_when_they_are_many_or_old(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("finetune.train.deferred_metrics.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("flatshift.finetune.train.deferred_metrics.time.monotonic", lambda: clock[0])
     with rehearsed(replace(CPU, unread=10), on="cpu"):
         waiting = Unread(World.alone())
 

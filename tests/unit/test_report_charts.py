@@ -7,11 +7,11 @@ import warnings
 import numpy as np
 import pytest
 
-from experiments.report import formats
-from experiments.report.chapters.study import contrasts, study_finding
-from experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp, spread
-from experiments.results.run import read_run
-from experiments.select.projection import project
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.chapters.study import contrasts, study_finding
+from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp, spread
+from flatshift.experiments.results.run import read_run
+from flatshift.experiments.select.projection import project
 from tests import report_runs
 
 

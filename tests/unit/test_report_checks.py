@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.report import build_report, write_plots
-from selection.checks import check_selection
+from flatshift.experiments.report import build_report, write_plots
+from flatshift.selection.checks import check_selection
 from tests.report_runs import selection
 
 COVERAGE = {

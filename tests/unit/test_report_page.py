@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.report import build_report, write_plots
-from finetune.errors import UserError
+from flatshift.experiments.report import build_report, write_plots
+from flatshift.finetune.errors import UserError
 from tests import report_runs
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
@@ -241,7 +241,7 @@ def test_torn_lines_and_resumed_steps(tmp_path):
     text = "".join(line % (1, s, s) for s in range(1, 6)) + '{"stage": "fine-tu' + "\n"
     text += "".join(line % (2, s, 100 + s) for s in range(4, 7)) + '{"stage": "fine-tune", "st'
     (run / "metrics.jsonl").write_text(text)
-    from experiments.results.run import read_run
+    from flatshift.experiments.results.run import read_run
 
     metrics = read_run(run).metrics
     assert metrics.series("fine-tune", "train", "loss") == [(1, 1), (2, 2), (3, 3), (4, 104), (5, 105), (6, 106)]
@@ -345,7 +345,7 @@ def test_the_directory_of_a_comparison_is_a_chapter_of_its_own(tmp_path):
 
 
 def test_every_chapter_is_one_file_with_a_part():
-    from experiments.report import chapters
+    from flatshift.experiments.report import chapters
 
     others = {"__init__", "sweep_verdicts", "plan"}  # a plan is asked for, and lies in no directory
     files = {path.stem for path in Path(chapters.__file__).parent.glob("*.py")} - others

@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from sklearn.metrics import confusion_matrix, precision_recall_fscore_support
 
-from experiments.report import build_report
-from experiments.report.blocks import Table
-from experiments.report.chapters import predictions, selection, sweep_verdicts
-from experiments.results.predictions import Predictions
-from experiments.results.run import read_run
+from flatshift.experiments.report import build_report
+from flatshift.experiments.report.blocks import Table
+from flatshift.experiments.report.chapters import predictions, selection, sweep_verdicts
+from flatshift.experiments.results.predictions import Predictions
+from flatshift.experiments.results.run import read_run
 
 
 def page_of(folder: Path, columns: dict[str, list]) -> dict[str, object]:
@@ -88,7 +88,7 @@ def test_choices_show_their_targets_and_can_be_searched(tmp_path: Path) -> None:
 
 
 def test_choices_that_are_not_on_the_page_are_counted_and_their_file_is_named(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("experiments.results.run._SHOWN", 12)
+    monkeypatch.setattr("flatshift.experiments.results.run._SHOWN", 12)
     ids = [f"r{i}" for i in range(20)]
     table = {"id": ids, "score": np.arange(20.0) - 30, "rank": range(1, 21), "selected": [True] * 18 + [False] * 2}
     pq.write_table(pa.table(table), tmp_path / "scores.parquet")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.statistics.intervals import paired_difference, t_interval
+from flatshift.experiments.statistics.intervals import paired_difference, t_interval
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 30])

@@ -7,14 +7,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from experiments.report import formats
-from experiments.report.chapters.sweep import sweep_sections
-from experiments.report.charts import heat_map
-from experiments.report.charts.capacity import capacity_charts
-from experiments.report.charts.facets import Line, Panel, facets, scale
-from experiments.results.analysis import Analysis, axes_of, main_axis
-from experiments.results.table import SweepTable
-from experiments.statistics.intervals import Interval
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.chapters.sweep import sweep_sections
+from flatshift.experiments.report.charts import heat_map
+from flatshift.experiments.report.charts.capacity import capacity_charts
+from flatshift.experiments.report.charts.facets import Line, Panel, facets, scale
+from flatshift.experiments.results.analysis import Analysis, axes_of, main_axis
+from flatshift.experiments.results.table import SweepTable
+from flatshift.experiments.statistics.intervals import Interval
 from tests.sweep_tables import cells, rows
 
 
@@ -167,7 +167,7 @@ def test_errors_over_capacity_are_joined_in_the_order_of_the_rank(tmp_path):
     assert not said, "all are drawn"
     assert "effective parameters" in fold.title and "along rank" in bought.title
     means = [data.at("effective_params", {"adapter.rank": r}).value for r in (1, 2, 4, 8)]
-    from experiments.report import figure
+    from flatshift.experiments.report import figure
 
     drawn = []
     original = figure.Canvas.axes

@@ -6,10 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.report.chapters.sweep import sweep_finding, sweep_sections, sweep_tiles
-from experiments.results.analysis import Analysis
-from experiments.results.run import read_run
-from experiments.results.sweep import only_planned, rows_planned
+from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections, sweep_tiles
+from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.results.run import read_run
+from flatshift.experiments.results.sweep import only_planned, rows_planned
 from tests.sweep_tables import cells, result, rows, words
 
 
@@ -120,13 +120,13 @@ def test_a_grid_point_without_a_number_is_said_not_to_be_on_the_axis(tmp_path):
 
 def _cells(out, grid, ends, *, overrides=(), seeds=2):
     """The sweep of `double-descent` over a grid under some seeds, whose cells ended as `ends(cell)` says."""
-    from experiments.recipe import load_recipe
-    from experiments.recipe.studies import SweepOptions
-    from experiments.studies.cell import finish_cell
-    from experiments.studies.sweep.axes import parse_grid
-    from experiments.studies.sweep.command import _asked
-    from experiments.studies.sweep.directory import claim
-    from experiments.studies.sweep.plan import Base, plan_cells
+    from flatshift.experiments.recipe import load_recipe
+    from flatshift.experiments.recipe.studies import SweepOptions
+    from flatshift.experiments.studies.cell import finish_cell
+    from flatshift.experiments.studies.sweep.axes import parse_grid
+    from flatshift.experiments.studies.sweep.command import _asked
+    from flatshift.experiments.studies.sweep.directory import claim
+    from flatshift.experiments.studies.sweep.plan import Base, plan_cells
 
     asked = _asked(Base.of("double-descent", overrides), SweepOptions(grid=tuple(grid), seeds=seeds))
     planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))
@@ -138,14 +138,14 @@ def _cells(out, grid, ends, *, overrides=(), seeds=2):
 
 
 def _done(cell):
-    from experiments.studies.cell import Result
+    from flatshift.experiments.studies.cell import Result
 
     return Result("done", metrics={"test": {"accuracy": {"value": 0.5}}, "train": {"loss": {"value": 1.0}}})
 
 
 def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tmp_path):
-    from experiments.recipe import from_override
-    from experiments.studies.sweep.table import write_table
+    from flatshift.experiments.recipe import from_override
+    from flatshift.experiments.studies.sweep.table import write_table
 
     for name in "ab":
         lines = (json.dumps({"text": f"{name}{i}", "label": "xy"[i % 2]}) for i in range(8))
@@ -165,8 +165,8 @@ def test_cells_whose_values_are_resolved_otherwise_than_written_are_all_shown(tm
 
 
 def test_a_diverged_cell_keeps_its_lines_and_has_empty_ones_for_the_steps_it_did_not_reach(tmp_path):
-    from experiments.studies.cell import Result
-    from experiments.studies.sweep.table import write_table
+    from flatshift.experiments.studies.cell import Result
+    from flatshift.experiments.studies.sweep.table import write_table
 
     def ends(cell):
         if cell.point["adapter.rank"] == 8 and cell.seed == 1:
@@ -199,10 +199,10 @@ _GONE = "adapter.rank=4 seed=5"
 
 def test_a_run_that_stopped_early_costs_its_seed_the_curve_along_the_steps_and_says_so(tmp_path):
     """Its last step, where no other run was measured, is no point of the curve."""
-    from experiments.results.analysis import judge
-    from experiments.studies.cell import Result
-    from experiments.studies.sweep.table import write_table
-    from finetune.train.trace.files import recorded_steps
+    from flatshift.experiments.results.analysis import judge
+    from flatshift.experiments.studies.cell import Result
+    from flatshift.experiments.studies.sweep.table import write_table
+    from flatshift.finetune.train.trace.files import recorded_steps
 
     out = tmp_path / "s"
     diverged = Result("diverged", "the loss is not a finite number")

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.report.chapters.sweep import sweep_sections, sweep_tiles
-from experiments.results.analysis import Analysis
-from experiments.results.run import read_run
-from experiments.results.sweep import SweepData, derive
-from experiments.results.table import SweepTable
-from experiments.statistics.intervals import t_interval
+from flatshift.experiments.report.chapters.sweep import sweep_sections, sweep_tiles
+from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.results.run import read_run
+from flatshift.experiments.results.sweep import SweepData, derive
+from flatshift.experiments.results.table import SweepTable
+from flatshift.experiments.statistics.intervals import t_interval
 from tests import report_runs
 from tests.sweep_tables import cells, rows, words
 

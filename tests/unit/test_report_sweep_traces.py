@@ -6,9 +6,9 @@ import math
 import pyarrow as pa
 import pytest
 
-from experiments.results import traces
-from experiments.results.sweep import read_sweep
-from finetune.errors import UserError
+from flatshift.experiments.results import traces
+from flatshift.experiments.results.sweep import read_sweep
+from flatshift.finetune.errors import UserError
 
 STEPS = (0, 1, 2, 4, 8)
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from experiments.report import build_report
-from experiments.report.chapters.sweep import sweep_finding, sweep_sections
-from experiments.report.charts.curve import curve_chart, train_and_test
-from experiments.results.analysis import Analysis
-from experiments.results.run import read_run
+from flatshift.experiments.report import build_report
+from flatshift.experiments.report.chapters.sweep import sweep_finding, sweep_sections
+from flatshift.experiments.report.charts.curve import curve_chart, train_and_test
+from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.results.run import read_run
 from tests import report_runs
 from tests.sweep_tables import cells, rows, words
 
@@ -177,7 +177,7 @@ def test_an_axis_that_cannot_show_a_peak_is_named(tmp_path):
     ],
 )
 def test_a_plan_that_cannot_be_read_is_told_what_helps(tmp_path, text, said):
-    from finetune.errors import UserError
+    from flatshift.finetune.errors import UserError
 
     cells(tmp_path / "s", rows({1: 0.5, 2: 0.4}), None)
     (tmp_path / "s" / "sweep.json").write_text(text)
@@ -187,7 +187,7 @@ def test_a_plan_that_cannot_be_read_is_told_what_helps(tmp_path, text, said):
 
 @pytest.mark.parametrize("name", ["cells.parquet", "curves.parquet", "sweep.json", "emc.json"])
 def test_a_broken_table_is_named(tmp_path, name):
-    from finetune.errors import UserError
+    from flatshift.finetune.errors import UserError
 
     report_runs.laboratory(tmp_path / "s", ranks=(1, 2), rates=(0.002,), kinds=("plain",), seeds=1)
     (tmp_path / "s" / name).write_text("no table")

@@ -8,10 +8,10 @@ import socket
 import pytest
 
 from benchmarks.hostile_programs import HOSTILE
-from finetune.errors import UserError
-from finetune.evaluate import sandbox
-from finetune.evaluate.samples import pass_at_k
-from finetune.evaluate.sandbox import Limits, refuse_unless_contained, run_program, run_programs
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate import sandbox
+from flatshift.finetune.evaluate.samples import pass_at_k
+from flatshift.finetune.evaluate.sandbox import Limits, refuse_unless_contained, run_program, run_programs
 
 
 def _contained() -> bool:

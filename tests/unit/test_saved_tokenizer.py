@@ -9,11 +9,11 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer, GPT2Tokenizer, LlamaTokenizer
 
-from finetune.data.encoding import Specials, encode
-from finetune.data.post_processor import adopt
-from finetune.data.rows import Row
-from finetune.models.backbone import open_backbone
-from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Seq2Seq, Task
+from flatshift.finetune.data.encoding import Specials, encode
+from flatshift.finetune.data.post_processor import adopt
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Seq2Seq, Task
 from tests.data_models import bert_tokenizer, byte_tokenizer
 
 

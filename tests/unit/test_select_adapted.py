@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.recipe.config import Recipe
-from experiments.select import adapted
-from selection.config import Gradients, LossGap
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.select import adapted
+from flatshift.selection.config import Gradients, LossGap
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 

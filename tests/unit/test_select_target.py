@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from experiments.data.splits import read_splits
-from experiments.recipe import from_mapping, load_recipe
-from experiments.run.console import Console
-from experiments.select.select import select
-from experiments.select.target import check_target, read_target
-from finetune.errors import UserError
+from flatshift.experiments.data.splits import read_splits
+from flatshift.experiments.recipe import from_mapping, load_recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.select.select import select
+from flatshift.experiments.select.target import check_target, read_target
+from flatshift.finetune.errors import UserError
 
 ROWS = 40
 POOL = {"select.method.kind": "random", "select.budget": 4, "select.checks": False}

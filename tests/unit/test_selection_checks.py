@@ -5,9 +5,9 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from selection import GotDSelector, Pool
-from selection.checks import Mixtures, check_selection, sample_pool, target_coverage
-from selection.checks.check import SHARES, mean_cost, self_transport
+from flatshift.selection import GotDSelector, Pool
+from flatshift.selection.checks import Mixtures, check_selection, sample_pool, target_coverage
+from flatshift.selection.checks.check import SHARES, mean_cost, self_transport
 
 R = np.random.default_rng(11)
 

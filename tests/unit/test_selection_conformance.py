@@ -13,8 +13,8 @@ import pytest
 import torch
 from sklearn.base import clone
 
-import selection
-from selection import (
+from flatshift import selection
+from flatshift.selection import (
     AutoSelector,
     ClassifierSelector,
     CynicalSelector,
@@ -37,7 +37,7 @@ from selection import (
     TSDSSelector,
     build_selector,
 )
-from selection.config import (
+from flatshift.selection.config import (
     DSIR,
     KNN,
     TSDS,
@@ -507,5 +507,5 @@ def test_every_method_of_the_table_is_in_this_suite():
 
 
 def test_settings_are_read_without_numpy_and_torch():
-    code = "import sys, selection.config, experiments.recipe.config; print({'numpy', 'torch'} & set(sys.modules))"
+    code = "import sys, flatshift.selection.config, flatshift.experiments.recipe.config; print({'numpy', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

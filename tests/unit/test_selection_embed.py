@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from selection import SelectionError, TfIdfEmbedder, load_features, pool_features
+from flatshift.selection import SelectionError, TfIdfEmbedder, load_features, pool_features
 
 SPORT = ["the team won the match", "a goal in the last minute of the match", "the coach praised the team and the goal"]
 FOOD = ["bake the bread in an oven", "slow bread needs flour and water", "flour, water, salt and an oven"]

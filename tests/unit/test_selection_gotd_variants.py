@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from selection import GotDContrastSelector, GotDSelector, Pool, sinkhorn_potentials
-from selection.methods.debias import self_potential
-from selection.methods.rounds import _hold_out, _mean_cost, choose_in_rounds
-from selection.transport import Potentials
+from flatshift.selection import GotDContrastSelector, GotDSelector, Pool, sinkhorn_potentials
+from flatshift.selection.methods.debias import self_potential
+from flatshift.selection.methods.rounds import _hold_out, _mean_cost, choose_in_rounds
+from flatshift.selection.transport import Potentials
 
 R = np.random.default_rng(3)
 CENTRES = R.standard_normal((8, 5)) * 2

@@ -11,8 +11,16 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from selection import DSIRSelector, GotDSelector, KNNSelector, Pool, RandomSelector, SelectionError, sinkhorn_potentials
-from selection.methods.dsir import NgramHasher
+from flatshift.selection import (
+    DSIRSelector,
+    GotDSelector,
+    KNNSelector,
+    Pool,
+    RandomSelector,
+    SelectionError,
+    sinkhorn_potentials,
+)
+from flatshift.selection.methods.dsir import NgramHasher
 
 R = np.random.default_rng(0)
 TEXTS = ["The cat sat, the CAT ran.", "", "a b a b", "naïve 東京 x_1 ...!", "cat", "dogs and cats and dogs " * 5]
@@ -54,7 +62,7 @@ def test_dsir_prefers_the_targets_words():
 
 def test_dsir_hashes_are_the_same_in_every_process():
     code = (
-        "from selection.methods.dsir import NgramHasher;"
+        "from flatshift.selection.methods.dsir import NgramHasher;"
         "print([int(i) for i in next(NgramHasher(1000).batches(['The cat sat, naïve 東京']))[0]])"
     )
     runs = {

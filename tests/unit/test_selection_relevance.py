@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.recipe.config import Select
-from experiments.select.relevance import judge_domains
-from selection import SelectionError
-from selection.config import KNN, Domains, GotD, GotDContrast, Relevance
-from selection.methods.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
+from flatshift.experiments.recipe.config import Select
+from flatshift.experiments.select.relevance import judge_domains
+from flatshift.selection import SelectionError
+from flatshift.selection.config import KNN, Domains, GotD, GotDContrast, Relevance
+from flatshift.selection.methods.relevance import domain_distances, mass_by_distance, nearest_domains, sample_domains
 
 R = np.random.default_rng(0)
 

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from selection import (
+from flatshift.selection import (
     DomainsSelector,
     KNNSelector,
     LengthSelector,
@@ -18,9 +18,9 @@ from selection import (
     SelectionError,
     TSDSSelector,
 )
-from selection.methods import tsds
-from selection.methods.domains import quotas
-from selection.methods.neighbours import densities, nearest_rows
+from flatshift.selection.methods import tsds
+from flatshift.selection.methods.domains import quotas
+from flatshift.selection.methods.neighbours import densities, nearest_rows
 
 R = np.random.default_rng(5)
 

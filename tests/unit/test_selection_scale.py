@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
-from selection.transport import Eta
-from selection.transport.ranks import Team
-from selection.transport.settings import estimated, measured, threshold
-from selection.transport.threads import Crew
+from flatshift.selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
+from flatshift.selection.transport import Eta
+from flatshift.selection.transport.ranks import Team
+from flatshift.selection.transport.settings import estimated, measured, threshold
+from flatshift.selection.transport.threads import Crew
 
 
 def clouds(n, m, d=8, seed=0):
@@ -97,7 +97,7 @@ def test_overlap_and_its_estimate_beside_their_definitions():
 _MEASURE = """
 import sys, numpy as np
 from benchmarks._harness import PeakMemory
-from selection import sinkhorn_potentials
+from flatshift.selection import sinkhorn_potentials
 x, y = np.load(sys.argv[1] + "/x.npy", mmap_mode="r"), np.load(sys.argv[1] + "/y.npy")
 sinkhorn_potentials(x[:2000], y[:50], method="streamed", tolerance=1e-2)
 with PeakMemory(0.001) as peak:
@@ -166,7 +166,7 @@ def test_a_real_kill_leaves_a_state_that_can_be_read(tmp_path):
     np.savez(tmp_path / "data.npz", x=x, y=y)
     code = f"""
         import os, signal, numpy as np
-        from selection import sinkhorn_potentials
+        from flatshift.selection import sinkhorn_potentials
         data = np.load({str(tmp_path / "data.npz")!r})
         def progress(stage, done, total):
             if stage == "pass 3":

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
-from selection.transport.kernel import Kernel, Streamed
-from selection.transport.problem import pose
-from selection.transport.rows import StreamedRows
+from flatshift.selection import ConvergenceWarning, SelectionError, sinkhorn_potentials
+from flatshift.selection.transport.kernel import Kernel, Streamed
+from flatshift.selection.transport.problem import pose
+from flatshift.selection.transport.rows import StreamedRows
 
 
 def clouds(n, m, d=8, seed=0, offset=0.0):

@@ -9,23 +9,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from experiments.data.splits import prepare, prepare_apart
-from experiments.recipe import from_override, load_recipe
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, Evaluate, Train
-from finetune.data.batches import Batches
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.data.panel import first_batch_panel
-from finetune.errors import UserError
-from finetune.evaluate.answers import generate_answers
-from finetune.evaluate.judge import evaluate
-from finetune.evaluate.perplexity import document_nats
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.planner.memory import memory_plan
-from finetune.tasks import Classify, LanguageModel, Regress, Seq2Seq
+from flatshift.experiments.data.splits import prepare, prepare_apart
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute.loss import batch_loss, find_head
+from flatshift.finetune.config import Adapter, Evaluate, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.answers import generate_answers
+from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.perplexity import document_nats
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.planner.memory import memory_plan
+from flatshift.finetune.tasks import Classify, LanguageModel, Regress, Seq2Seq
 from tests.data_models import bert_tokenizer, row, text_rows, write_jsonl
 from tests.seq2seq_models import TOKENIZER, save_encoder_decoder
 

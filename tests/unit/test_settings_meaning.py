@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.faults.bad_settings import MEANT, NUMBERS, Setting, numbers_of_commands, settings
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.rules import check_recipe
-from finetune.errors import UserError
 from flatshift import commands
 from flatshift.command_line import parse
-from regularizers.errors import RegularizerError
-from selection.errors import SelectionError
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.finetune.errors import UserError
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.selection.errors import SelectionError
 
 MISTAKES = (UserError, RegularizerError, SelectionError)
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from selection import SelectionError
-from selection.features import HashedNgrams, ShardWriter, open_directory, seal
+from flatshift.selection import SelectionError
+from flatshift.selection.features import HashedNgrams, ShardWriter, open_directory, seal
 
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta"]
 TEXTS = [" ".join(WORDS[(i + k * (i % 3) + k * k) % 8] for k in range(3 + i % 9)) for i in range(1300)]

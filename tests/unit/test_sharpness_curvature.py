@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from regularizers.sharpness import Estimate, Hessian, Sharpness, hutchinson, lanczos, measure, power_iteration
-from regularizers.sharpness.measures import standard_error
+from flatshift.regularizers.sharpness import Estimate, Hessian, Sharpness, hutchinson, lanczos, measure, power_iteration
+from flatshift.regularizers.sharpness.measures import standard_error
 from tests.sharpness_models import IDS, SPACES, both_spaces, calibrated, hessian_of, loss_of, objective, tiny
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from regularizers.errors import RegularizerError
-from regularizers.sharpness import Sharpness, measure
+from flatshift.regularizers.errors import RegularizerError
+from flatshift.regularizers.sharpness import Sharpness, measure
 from tests.regularizer_models import tiny_llama, tokens, with_lora
 from tests.sharpness_models import IDS, SMALL, SPACES, both_spaces, everything, loss_of, tiny
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers.layers.sites import find_lora_sites
-from regularizers.sharpness import Estimate, expected_rise
-from regularizers.sharpness.measures import standard_error
+from flatshift.regularizers.layers.sites import find_lora_sites
+from flatshift.regularizers.sharpness import Estimate, expected_rise
+from flatshift.regularizers.sharpness.measures import standard_error
 from tests.regularizer_models import base_weights, densely_perturbed
 from tests.sharpness_models import IDS, SPACES, adapted, both_spaces, gpt2, hessian_of, loss_of, objective, tiny
 

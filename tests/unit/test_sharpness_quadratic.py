@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers.sharpness import Space, ascent_rise, line, plane
+from flatshift.regularizers.sharpness import Space, ascent_rise, line, plane
 
 
 class Quadratic(Space):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regularizers.sharpness import AdapterSpace, FullSpace, Sharpness, measure
+from flatshift.regularizers.sharpness import AdapterSpace, FullSpace, Sharpness, measure
 from tests.sharpness_models import IDS, SMALL, SPACES, both_spaces, everything, loss_of, objective, tiny
 
 

@@ -10,13 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.report import build_report
-from experiments.report.side_by_side import side_by_side
-from experiments.results.listing import listing
-from experiments.results.predictions import Judged, Predictions, differences
-from experiments.results.run import discover
-from finetune.errors import UserError
 from flatshift.cli import run as flatshift
+from flatshift.experiments.report import build_report
+from flatshift.experiments.report.side_by_side import side_by_side
+from flatshift.experiments.results.listing import listing
+from flatshift.experiments.results.predictions import Judged, Predictions, differences
+from flatshift.experiments.results.run import discover
+from flatshift.finetune.errors import UserError
 
 RECIPE = """backbone: flatshift-5m
 task: {{kind: classify}}

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from finetune.data.tokenizer_schemes import train_tokenizer
-from finetune.errors import UserError
-from finetune.train.small_decoder import SmallDecoder, build, parameters, pieces, schedule, train_and_judge
+from flatshift.finetune.data.tokenizer_schemes import train_tokenizer
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.train.small_decoder import SmallDecoder, build, parameters, pieces, schedule, train_and_judge
 
 TEXTS = [f"the number {i} is {'even' if i % 2 == 0 else 'odd'}, größer als {i - 1}" for i in range(60)]
 TINY = SmallDecoder(hidden=32, layers=1, bytes=8_000, piece=32, batch_size=4)

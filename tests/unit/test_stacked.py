@@ -12,24 +12,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from experiments.recipe import from_override, load_recipe
-from experiments.results.cells import read_result
-from experiments.studies import stack as stacking
-from experiments.studies.cell import Result, cell_of, finish_cell
-from experiments.studies.stack import stackable, stacks
-from finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
-from finetune.config import Adapter, Optimizer, Train
-from finetune.data.encoding import IGNORE
-from finetune.data.micro_batch import MicroBatch
-from finetune.models.load import load_backbone
-from finetune.stacked import passes
-from finetune.stacked.host import Host
-from finetune.stacked.limits import NotStackable, estimate, refusal
-from finetune.stacked.linear import Group, HeadPart, Noise, Part, Run, StackedLinear, StackedLora
-from finetune.stacked.together import cell_engine, shared_copy
-from finetune.tasks import Classify, LanguageModel, Seq2Seq
-from finetune.train.optimizer import AdapterOptimizer
-from regularizers import BAR, GGPO, SAM, BiLora, NEFTune, Plain
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.studies import stack as stacking
+from flatshift.experiments.studies.cell import Result, cell_of, finish_cell
+from flatshift.experiments.studies.stack import stackable, stacks
+from flatshift.finetune.compute.loss import linear_cross_entropies, linear_cross_entropy
+from flatshift.finetune.config import Adapter, Optimizer, Train
+from flatshift.finetune.data.encoding import IGNORE
+from flatshift.finetune.data.micro_batch import MicroBatch
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.stacked import passes
+from flatshift.finetune.stacked.host import Host
+from flatshift.finetune.stacked.limits import NotStackable, estimate, refusal
+from flatshift.finetune.stacked.linear import Group, HeadPart, Noise, Part, Run, StackedLinear, StackedLora
+from flatshift.finetune.stacked.together import cell_engine, shared_copy
+from flatshift.finetune.tasks import Classify, LanguageModel, Seq2Seq
+from flatshift.finetune.train.optimizer import AdapterOptimizer
+from flatshift.regularizers import BAR, GGPO, SAM, BiLora, NEFTune, Plain
 from tests.finetune_models import save_backbone
 
 CELLS, TOKENS, IN, OUT, RANK = 3, 5, 7, 6, 2
@@ -259,7 +259,7 @@ def test_a_copy_shares_every_tensor_but_a_new_head(llama):
 
 
 def test_cells_begin_with_the_adapter_that_they_would_have_alone(llama):
-    from finetune.adapters.adapter import attach_adapter, trainable
+    from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 
     task = Classify()
     backbone = load_backbone(llama, task=task, num_labels=3)
@@ -385,7 +385,7 @@ def test_micro_batches_of_the_same_rows_go_together_and_count_once_in_what_is_sh
 
 
 def test_a_small_memory_makes_narrow_stacks():
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     cells = [cell(seed=s, adapter__rank=64) for s in range(8)]
     sized = [(c.resolved.recipe.adapter, c.resolved.recipe.train) for c in cells]
@@ -445,7 +445,7 @@ def test_warm_up_runs_alone():
 
 
 def test_a_stage_is_awake_only_while_somebody_waits_for_it():
-    from finetune.stacked.together import Stage
+    from flatshift.finetune.stacked.together import Stage
 
     seen = []
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.stacked.frozen import Distinct, blocks_below, once_a_row
+from flatshift.finetune.stacked.frozen import Distinct, blocks_below, once_a_row
 
 IDS = torch.tensor([[5, 6], [7, 8], [5, 6]])
 HIDDEN = torch.randn(2, 2, 4, generator=torch.Generator().manual_seed(0))[[0, 1, 0]]

@@ -14,13 +14,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.faults.tamper import READERS, Matrix
-from finetune.adapters.adapter import WEIGHTS, read_adapter
-from finetune.atomic import replacing_directory, write_text
-from finetune.digests import DONE, check_files, sums
-from finetune.errors import UserError
-from finetune.models import fingerprint as fingerprints
-from finetune.models.fingerprint import fingerprint
 from flatshift.cli import run
+from flatshift.finetune.adapters.adapter import WEIGHTS, read_adapter
+from flatshift.finetune.atomic import replacing_directory, write_text
+from flatshift.finetune.digests import DONE, check_files, sums
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models import fingerprint as fingerprints
+from flatshift.finetune.models.fingerprint import fingerprint
 from tests.finetune_models import save_backbone
 from tests.run_records import record_anew
 

@@ -14,18 +14,18 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.resolve import get_dotted
-from experiments.studies import Result, cell_of, finish_cell
-from experiments.studies.cell import _backbone_digests, result_of
-from experiments.studies.sweep import parse_grid, plan_cells, write_table
-from experiments.studies.sweep.axes import Range, points_of
-from experiments.studies.sweep.bisection import _train_error, parse_bisection
-from experiments.studies.sweep.plan import Base
-from experiments.studies.sweep.table import Columns
-from finetune.errors import UserError
-from finetune.train.loop import Diverged
-from regularizers.config import GGPO, Plain
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.resolve import get_dotted
+from flatshift.experiments.studies import Result, cell_of, finish_cell
+from flatshift.experiments.studies.cell import _backbone_digests, result_of
+from flatshift.experiments.studies.sweep import parse_grid, plan_cells, write_table
+from flatshift.experiments.studies.sweep.axes import Range, points_of
+from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bisection
+from flatshift.experiments.studies.sweep.plan import Base
+from flatshift.experiments.studies.sweep.table import Columns
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.train.loop import Diverged
+from flatshift.regularizers.config import GGPO, Plain
 from tests.counted_calls import python_calls
 
 # ------------------------------------------------------------------------------------------- points
@@ -217,7 +217,7 @@ def test_a_thousand_points_are_planned_with_little_work_each() -> None:
 
 def test_import_leaves_the_thread_pools_alone() -> None:
     """A worker sets its share of the cores after this import and before BLAS is loaded."""
-    code = "import sys, experiments.studies.queue; sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
+    code = "import sys, flatshift.experiments.studies.queue; sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -240,7 +240,7 @@ def test_bad_bisections(text: str, epsilon: float, words: str) -> None:
 
 
 def test_bisection_reaches_from_few_rows_to_all() -> None:
-    from finetune.data.files import describe
+    from flatshift.finetune.data.files import describe
 
     recipe = load_recipe("double-descent", [from_override("data.holdout", "0.25")]).recipe
     (train,) = describe(recipe.data.train.files)
@@ -356,7 +356,7 @@ def test_tables_without_traces_have_no_curves(tmp_path: Path) -> None:
 
 
 def test_every_form_of_result_ends_in_one_of_three_ways(tmp_path: Path) -> None:
-    from experiments.results.cells import ended, read_result
+    from flatshift.experiments.results.cells import ended, read_result
 
     forms: list[tuple[dict, str]] = [
         ({"status": "done"}, "done"),

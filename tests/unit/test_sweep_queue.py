@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from experiments.recipe import load_recipe
-from experiments.recipe.studies import SweepOptions
-from experiments.results.cells import RESULT, read_result
-from experiments.run.console import Console
-from experiments.studies import queue, run_cells
-from experiments.studies.cell import Cell, Result, finish_cell
-from experiments.studies.devices import Places, choose_devices, memory_of, on_cuda, place
-from experiments.studies.directory import at_work, await_orphans, results_of, stale
-from experiments.studies.progress import CostModel, Progress, work_of
-from experiments.studies.sweep import sweep
-from experiments.studies.sweep.directory import check_directory, claim, write_marker
-from finetune.errors import Interrupted, UserError
-from finetune.lock import owned
+from flatshift.experiments.recipe import load_recipe
+from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.results.cells import RESULT, read_result
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies import queue, run_cells
+from flatshift.experiments.studies.cell import Cell, Result, finish_cell
+from flatshift.experiments.studies.devices import Places, choose_devices, memory_of, on_cuda, place
+from flatshift.experiments.studies.directory import at_work, await_orphans, results_of, stale
+from flatshift.experiments.studies.progress import CostModel, Progress, work_of
+from flatshift.experiments.studies.sweep import sweep
+from flatshift.experiments.studies.sweep.directory import check_directory, claim, write_marker
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.lock import owned
 from tests.kill_points import kill_points
 from tests.sweep_cells import Unloadable, behave, cells_that, starts
 
@@ -102,7 +102,7 @@ def test_unit_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
 
 
 def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.planner import devices
+    from flatshift.finetune.planner import devices
 
     cells = cells_that(["ok"])
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([1 << 30], None))
@@ -113,7 +113,7 @@ def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.studies import stack as stacking
+    from flatshift.experiments.studies import stack as stacking
 
     asked: list[int] = []
 
@@ -131,7 +131,7 @@ def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatc
 
 
 def test_stack_that_is_refused_says_so_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.studies import stack as stacking
+    from flatshift.experiments.studies import stack as stacking
 
     cells = cells_that(["ok"] * 5)
     reasons = [None, "adapter.dora: x", "mesh: y", "adapter.dora: x", None]
@@ -159,8 +159,8 @@ def test_stacks_that_fall_apart_say_so_once(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from experiments.studies import queue as worker
-    from experiments.studies import stack as stacking
+    from flatshift.experiments.studies import queue as worker
+    from flatshift.experiments.studies import stack as stacking
 
     def run_stack(directories: list[Path], cells: list[Cell], threads: int | None) -> None:
         if len(cells) > 2:
@@ -184,7 +184,7 @@ def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, mo
 
 
 def test_workers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from finetune.planner import devices
+    from flatshift.finetune.planner import devices
 
     monkeypatch.setattr(devices, "_machine_memory", lambda: 1200)
     monkeypatch.setattr(devices, "_process_limit", lambda: None)
@@ -297,7 +297,7 @@ def test_of_two_sweeps_the_second_is_refused(tmp_path: Path) -> None:
 
 def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
     code = (
-        "import time\nfrom pathlib import Path\nfrom experiments.studies.directory import at_work\n"
+        "import time\nfrom pathlib import Path\nfrom flatshift.experiments.studies.directory import at_work\n"
         f"with at_work(Path({str(tmp_path)!r})):\n    print('held', flush=True); time.sleep(0.5)\n"
     )
     orphan = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -376,8 +376,8 @@ def test_devices() -> None:
 
 
 def test_cost_is_learned() -> None:
-    from experiments.recipe import from_override
-    from experiments.studies.sweep.plan import Base
+    from flatshift.experiments.recipe import from_override
+    from flatshift.experiments.studies.sweep.plan import Base
 
     base = Base.of("double-descent", [from_override("train.max_length", 64)])
     points = [{"adapter.rank": r, "train.steps": s} for r in (1, 4, 16, 64) for s in (50, 200)]

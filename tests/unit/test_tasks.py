@@ -14,25 +14,25 @@ from typing import ClassVar, Literal
 import pytest
 import torch
 
-import finetune.tasks
-from experiments.recipe import from_override
-from experiments.recipe.build import build
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.compute.loss import batch_loss, find_head
-from finetune.config import Adapter, Evaluate, Mesh, Train
-from finetune.data.batches import Batches
-from finetune.data.chat.template import template_text
-from finetune.data.encoding import encode
-from finetune.data.inference import Inference
-from finetune.data.panel import first_batch_panel
-from finetune.data.rows import Row
-from finetune.errors import UserError
-from finetune.evaluate.judge import evaluate
-from finetune.models.backbone import open_backbone
-from finetune.models.load import load_backbone
-from finetune.planner.rules import Settings, check_settings
-from finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Seq2Seq, Task
-from finetune.tasks.objective import ByExample
+import flatshift.finetune.tasks
+from flatshift.experiments.recipe import from_override
+from flatshift.experiments.recipe.build import build
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.compute.loss import batch_loss, find_head
+from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
+from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.chat.template import template_text
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.panel import first_batch_panel
+from flatshift.finetune.data.rows import Row
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.models.backbone import open_backbone
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Seq2Seq, Task
+from flatshift.finetune.tasks.objective import ByExample
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 from tests.objective_models import save_encoder
@@ -56,7 +56,7 @@ class Hinge(ByExample):
     accuracy: ClassVar[bool] = True
 
     def encode(self, rows, to):
-        from finetune.data.labels import class_indices
+        from flatshift.finetune.data.labels import class_indices
 
         kept = to.wholes(rows)
         return to.labelled(kept, class_indices([row for row, _, _ in kept], to.label_names)), tuple(to.label_names)
@@ -287,8 +287,8 @@ def test_nobody_but_the_tasks_asks_which_kind_a_task_is():
 
 def test_one_file_a_kind_and_one_table():
     assert {kind.__module__ for kind in KINDS.values()} == {
-        f"finetune.tasks.{file.stem}"
+        f"flatshift.finetune.tasks.{file.stem}"
         for file in (ROOT / "finetune" / "tasks").glob("*.py")
         if file.stem not in ("__init__", "objective")
     }
-    assert finetune.tasks.KINDS.keys() == {kind().kind for kind in KINDS.values()}
+    assert flatshift.finetune.tasks.KINDS.keys() == {kind().kind for kind in KINDS.values()}

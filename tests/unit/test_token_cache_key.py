@@ -8,34 +8,34 @@ from pathlib import Path
 
 import pytest
 
-import finetune.data
-import finetune.models.backbone
-import finetune.seeds
-import finetune.tasks
-from experiments.data import encode
+import flatshift.finetune.data
+import flatshift.finetune.models.backbone
+import flatshift.finetune.seeds
+import flatshift.finetune.tasks
+from flatshift.experiments.data import encode
 
 ROOT = Path(encode.__file__).resolve().parents[2]
 APART = {
-    "experiments.recipe.config": "settings: their values are in the key",
-    "finetune.config": "settings: their values are in the key",
-    "finetune.adapters.settings": "which layer answers a regression: the layer is in the key",
-    "finetune.models.meta": "which layer answers a regression: the layer is in the key",
-    "finetune.evaluate.bootstrap": "what a model is judged by, once rows are made",
-    "finetune.evaluate.metrics": "what a model is judged by, once rows are made",
-    "finetune.evaluate.judge": "what a model is judged by, once rows are made",
-    "finetune.evaluate.multilabel": "what a model is judged by, once rows are made",
-    "finetune.evaluate.preference": "what a model is judged by, once rows are made",
-    "finetune.evaluate.regression": "what a model is judged by, once rows are made",
-    "finetune.assets": "where files lie: their content is in the key",
-    "finetune.atomic": "how an entry is written",
-    "finetune.cache_directory": "where entries lie",
-    "finetune.errors": "sentences",
-    "experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
-    "finetune.train.trace.recorder": "which rows a run looks at",
-    "finetune.compute.capabilities": "how rows that are made already come to a device",
-    "finetune.compute.numerics": "how a model reads rows that are made already",
-    "finetune.compute.precision": "how a model reads rows that are made already",
-    "experiments.recipe.resolve": "how many updates rows that are made already are for",
+    "flatshift.experiments.recipe.config": "settings: their values are in the key",
+    "flatshift.finetune.config": "settings: their values are in the key",
+    "flatshift.finetune.adapters.settings": "which layer answers a regression: the layer is in the key",
+    "flatshift.finetune.models.meta": "which layer answers a regression: the layer is in the key",
+    "flatshift.finetune.evaluate.bootstrap": "what a model is judged by, once rows are made",
+    "flatshift.finetune.evaluate.metrics": "what a model is judged by, once rows are made",
+    "flatshift.finetune.evaluate.judge": "what a model is judged by, once rows are made",
+    "flatshift.finetune.evaluate.multilabel": "what a model is judged by, once rows are made",
+    "flatshift.finetune.evaluate.preference": "what a model is judged by, once rows are made",
+    "flatshift.finetune.evaluate.regression": "what a model is judged by, once rows are made",
+    "flatshift.finetune.assets": "where files lie: their content is in the key",
+    "flatshift.finetune.atomic": "how an entry is written",
+    "flatshift.finetune.cache_directory": "where entries lie",
+    "flatshift.finetune.errors": "sentences",
+    "flatshift.experiments.data.lengths": "a refusal and a note, of rows as they come from the cache too",
+    "flatshift.finetune.train.trace.recorder": "which rows a run looks at",
+    "flatshift.finetune.compute.capabilities": "how rows that are made already come to a device",
+    "flatshift.finetune.compute.numerics": "how a model reads rows that are made already",
+    "flatshift.finetune.compute.precision": "how a model reads rows that are made already",
+    "flatshift.experiments.recipe.resolve": "how many updates rows that are made already are for",
 }
 """What the digested source imports, and why another version of it makes no other rows."""
 
@@ -65,7 +65,7 @@ def source(name: str) -> Path | None:
 def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing():
     digested = {file.resolve() for file in encode._code_files()}
     roots = [
-        file for file in digested if file != Path(finetune.models.backbone.__file__).resolve()
+        file for file in digested if file != Path(flatshift.finetune.models.backbone.__file__).resolve()
     ]  # of it: the tokenizer
     names = set().union(*map(imported, roots))
     outside = {name for name in names if source(name) not in digested and name not in APART}
@@ -75,7 +75,9 @@ def test_every_import_of_the_digested_source_is_digested_or_known_to_say_nothing
 
 
 @pytest.mark.parametrize(
-    "module", [finetune.seeds, finetune.models.backbone, finetune.data, finetune.tasks], ids=lambda m: m.__name__
+    "module",
+    [flatshift.finetune.seeds, flatshift.finetune.models.backbone, flatshift.finetune.data, flatshift.finetune.tasks],
+    ids=lambda m: m.__name__,
 )
 def test_another_version_of_it_is_another_entry(module, tmp_path, monkeypatch):
     before = encode._code_digest()

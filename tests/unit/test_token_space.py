@@ -6,8 +6,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from selection import GotDSelector, Pool, SelectionError
-from selection.features.token_space import TokenNgramEmbedder
+from flatshift.selection import GotDSelector, Pool, SelectionError
+from flatshift.selection.features.token_space import TokenNgramEmbedder
 
 R = np.random.default_rng(4)
 SIZE = 30

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from finetune.data.tokenizer_schemes import FLAG, LEAST, OPERATORS, SCHEMES, capitals, train_tokenizer
-from finetune.errors import UserError
+from flatshift.finetune.data.tokenizer_schemes import FLAG, LEAST, OPERATORS, SCHEMES, capitals, train_tokenizer
+from flatshift.finetune.errors import UserError
 
 TEXTS = [
     "The cat sat on the mat. The dog sat on the Log in Berlin, the cat sat on the mat.",

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune.data import upload as uploads
-from finetune.data.upload import RECORD, upload
-from finetune.digests import DONE, FILES, sums
-from finetune.errors import UserError
 from flatshift.cli import run
-from selection.features import directory, seal
+from flatshift.finetune.data import upload as uploads
+from flatshift.finetune.data.upload import RECORD, upload
+from flatshift.finetune.digests import DONE, FILES, sums
+from flatshift.finetune.errors import UserError
+from flatshift.selection.features import directory, seal
 
 fsspec = pytest.importorskip("fsspec")
 STORE = fsspec.filesystem("memory")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.recipe import from_override, load_recipe
-from experiments.recipe.rules import check_recipe
-from finetune.errors import UserError
-from finetune.models.backbone import check_task
-from finetune.models.load import load_backbone
-from finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
+from flatshift.experiments.recipe import from_override, load_recipe
+from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import check_task
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq
 from tests.objective_models import save_encoder
 from tests.seq2seq_models import save_encoder_decoder
 

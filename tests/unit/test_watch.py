@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from experiments.report.chapters.sweep import one_more
-from experiments.results.analysis import Analysis
-from experiments.results.sweep import read_sweep
-from finetune.errors import UserError
 from flatshift.commands import watch
+from flatshift.experiments.report.chapters.sweep import one_more
+from flatshift.experiments.results.analysis import Analysis
+from flatshift.experiments.results.sweep import read_sweep
+from flatshift.finetune.errors import UserError
 
 
 def sweep_at(directory: Path, *, done: int = 12) -> Path:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Trainer
 
-from finetune.adapters.adapter import attach_adapter, trainable
-from finetune.config import Adapter, Optimizer
-from finetune.models.load import load_backbone
-from finetune.models.weight_names import canonical
-from finetune.tasks import LanguageModel
-from finetune.train.optimizer import AdapterOptimizer, decays
+from flatshift.finetune.adapters.adapter import attach_adapter, trainable
+from flatshift.finetune.config import Adapter, Optimizer
+from flatshift.finetune.models.load import load_backbone
+from flatshift.finetune.models.weight_names import canonical
+from flatshift.finetune.tasks import LanguageModel
+from flatshift.finetune.train.optimizer import AdapterOptimizer, decays
 from tests.finetune_models import save_backbone
 
 needs_library = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not here")

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.digests import write_sealed
-from finetune.errors import Interrupted
+from flatshift.finetune.digests import write_sealed
+from flatshift.finetune.errors import Interrupted
 
 Result = dict[str, Any]
 
@@ -31,7 +31,7 @@ def write_result(
     """Run `measure` and write `about`, what it returned and its time; a failure is a result with its reason.
 
     empty: what stands for the figures of a cell that failed. died: how the cell ended its workers; nothing is run then.
-    `status`: as `experiments.results.cells` says.
+    `status`: as `flatshift.experiments.results.cells` says.
     """
     started, cpu = time.monotonic(), time.process_time()
     outcome: Result = {"reason": None, **empty}
@@ -57,7 +57,7 @@ def _outcome_of(measure: Callable[[], Mapping[str, Any]]) -> Result:
             raise KeyboardInterrupt from error
         raise
     except ValueError as error:
-        from finetune.train.loop import Diverged
+        from flatshift.finetune.train.loop import Diverged
 
         return {"status": "diverged" if isinstance(error, Diverged) else "failed", "reason": str(error)}
     except Exception as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from experiments.recipe.config import Recipe
-from experiments.recipe.rules import check_cell, check_rules
-from finetune.config import DATA_INITS
-from finetune.errors import UserError
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.rules import check_cell, check_rules
+from flatshift.finetune.config import DATA_INITS
+from flatshift.finetune.errors import UserError
 
 
 def refuse_beginning(recipe: Recipe) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from finetune.data.rows import Row, limit_rows, read_rows
-from finetune.errors import UserError
-from finetune.seeds import derive
-from finetune.tasks import Task
+from flatshift.finetune.data.rows import Row, limit_rows, read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.tasks import Task
 
 _SPLIT = "split"
 

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.studies.cells.files import Result, cell_file
-from experiments.recipe import Resolved
-from experiments.recipe.config import Recipe
-from experiments.run.console import Console
-from experiments.studies.cell import Cell as QueuedCell
-from experiments.studies.queue import Unit
-from experiments.studies.study import Batches
+from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import Cell as QueuedCell
+from flatshift.experiments.studies.queue import Unit
+from flatshift.experiments.studies.study import Batches
 
 
 class Cell(Protocol):

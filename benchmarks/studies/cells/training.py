@@ -14,28 +14,29 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.studies.cells.refusing import refuse_beginning
-from experiments.recipe.config import Recipe
-from finetune.config import Optimizer, Train
-from finetune.errors import UserError
-from finetune.lock import scratch
-from finetune.seeds import derive
-from finetune.tasks import Task
-from finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.finetune.config import Optimizer, Train
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import scratch
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.tasks import Task
+from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
 
 if TYPE_CHECKING:
-    from finetune.data.example import Example
-    from finetune.parallel.engine import Engine
+    from flatshift.finetune.data.example import Example
+    from flatshift.finetune.parallel.engine import Engine
 
 _SETTLING = 3
 """Steps whose time is not counted."""
 
 
 def fresh_engine(recipe: Recipe, task: Task, labels: tuple[str, ...] | None) -> Engine:
-    """A copy of the pristine backbone with a fresh adapter, as `finetune.parallel.build.build_engine` lays it out."""
-    from finetune.adapters.adapter import attach_adapter
-    from finetune.compute.precision import adapter_dtype
-    from finetune.parallel.activation_checkpoint import checkpoint_activations
-    from finetune.parallel.engine import Engine
+    """A copy of the pristine backbone with a fresh adapter, as `flatshift.finetune.parallel.build.build_engine` lays it
+    out."""
+    from flatshift.finetune.adapters.adapter import attach_adapter
+    from flatshift.finetune.compute.precision import adapter_dtype
+    from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+    from flatshift.finetune.parallel.engine import Engine
 
     train = recipe.train
     narrow = train.backbone_precision == "bf16"
@@ -58,8 +59,8 @@ def _pristine(
     dropout: float | None,
     device: str,
 ) -> Any:
-    from finetune.compute.presence import resolve_device
-    from finetune.models.load import load_backbone
+    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.models.load import load_backbone
 
     return load_backbone(
         backbone,
@@ -75,7 +76,7 @@ def _pristine(
 @functools.lru_cache(maxsize=8)
 def kept_tokenizer(backbone: str) -> Any:
     """The backbone's tokenizer, kept in memory."""
-    from finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.backbone import open_backbone
 
     return open_backbone(backbone).tokenizer
 
@@ -93,9 +94,9 @@ def train_examples(
     labels: tuple[str, ...] | None,
 ) -> float | None:
     """Train one stage without dev rows; returns CPU-seconds of a step (median; None for too few steps)."""
-    from finetune.data.batches import Batches
-    from finetune.run_directory import RunDirectory
-    from regularizers import build
+    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.run_directory import RunDirectory
+    from flatshift.regularizers import build
 
     batches = Batches(
         examples,
@@ -134,11 +135,11 @@ def judge_examples(
     recipe: Recipe, engine: Engine, tokenizer: Any, examples: Sequence[Example], task: Task
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
-    from finetune.compute.numerics import evaluating
-    from finetune.data.inference import Inference
-    from finetune.evaluate.classes import judge_classes
-    from finetune.evaluate.judge import head_scores
-    from finetune.evaluate.perplexity import document_nats
+    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.classes import judge_classes
+    from flatshift.finetune.evaluate.judge import head_scores
+    from flatshift.finetune.evaluate.perplexity import document_nats
 
     inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
     with evaluating(engine.judged):

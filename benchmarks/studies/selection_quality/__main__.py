@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.studies.selection_quality.study import study_quality
-from experiments.recipe import from_override
-from finetune.errors import Interrupted, UserError
+from flatshift.experiments.recipe import from_override
+from flatshift.finetune.errors import Interrupted, UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,8 +16,8 @@ from benchmarks.studies.selection_quality.answers import answers
 from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.protocol import protocol
 from benchmarks.studies.selection_quality.runner import Outcome
-from experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
-from finetune.seeds import numpy_generator
+from flatshift.experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
+from flatshift.finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
 _RESAMPLES = 2000

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.report import formats
+from flatshift.experiments.report import formats
 
 Document = Mapping[str, Any]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from benchmarks.studies.cells.refusing import refuse_in_study
 from benchmarks.studies.selection_quality.settings import Quality
-from experiments.recipe.config import Recipe, Select
-from finetune.config import Data
-from finetune.errors import UserError
-from selection.config import needs
+from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.finetune.config import Data
+from flatshift.finetune.errors import UserError
+from flatshift.selection.config import needs
 
 _UNREAD = {
     "pool": "name the pool in quality.pool",
@@ -38,7 +38,7 @@ def check_study(recipe: Recipe, study: Quality) -> None:
 
 def check_cells(recipe: Recipe, where: str = "") -> None:
     """Raise UserError for settings that the runs of a study cannot have; where: who set them, for the error."""
-    from finetune.planner.rules import Settings, check_settings
+    from flatshift.finetune.planner.rules import Settings, check_settings
 
     assert recipe.warmup is not None
     if not recipe.task.one_class:

@@ -22,16 +22,16 @@ from benchmarks.studies.selection_quality.cells import SelectionCell, TargetRows
 from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.form import shapes
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
-from experiments.recipe.config import Recipe
-from experiments.select.embedding import tokenizer_of
-from finetune.atomic import replacing
-from finetune.data.rows import Row, limit_rows
-from finetune.errors import UserError
-from finetune.seeds import derive
-from finetune.tasks import Task
-from selection import Pool, TokenRows, build_selector
-from selection.config import MooreLewis, needs
-from selection.methods.base import keyed_uniform
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.select.embedding import tokenizer_of
+from flatshift.finetune.atomic import replacing
+from flatshift.finetune.data.rows import Row, limit_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.finetune.tasks import Task
+from flatshift.selection import Pool, TokenRows, build_selector
+from flatshift.selection.config import MooreLewis, needs
+from flatshift.selection.methods.base import keyed_uniform
 
 _WORD = re.compile(r"\w+")
 _LENGTH_BINS = 10

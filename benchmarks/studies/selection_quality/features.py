@@ -1,4 +1,5 @@
-"""Vectors of the pool and of targets by one embedder: made once, kept in shards (`selection.features.FeatureCache`)."""
+"""Vectors of the pool and of targets by one embedder: made once, kept in shards
+(`flatshift.selection.features.FeatureCache`)."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import numpy as np
 
 from benchmarks.studies.selection_quality.cells import FeaturesCell
 from benchmarks.studies.selection_quality.pool import open_pool
-from experiments.select.embedding import state_embedder
-from finetune.errors import UserError
-from finetune.seeds import derive
-from selection.config import Static, TfIdf
-from selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder
-from selection.features.tfidf import load_fitted
+from flatshift.experiments.select.embedding import state_embedder
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.selection.config import Static, TfIdf
+from flatshift.selection.features import FeatureCache, StaticEmbedder, TfIdfEmbedder
+from flatshift.selection.features.tfidf import load_fitted
 
 Embed = Callable[[list[str]], np.ndarray]
 _SIF = 1e-4
@@ -80,10 +81,10 @@ def distilled(root: Path, encoder: str) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from finetune.atomic import replacing_directory
-    from finetune.models.backbone import open_backbone
-    from finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
-    from selection import pool_features
+    from flatshift.finetune.atomic import replacing_directory
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
+    from flatshift.selection import pool_features
 
     source = open_backbone(encoder).directory
     place = features_directory(root) / f"static-{model_fingerprint(source)[:16]}"

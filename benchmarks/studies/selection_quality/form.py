@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from selection import TokenRows
+from flatshift.selection import TokenRows
 
 _PARTS = re.compile(r"(\s*)(\w+|[^\w\s])")
 _WORDS = ("lower", "title", "upper", "mixed", "number", "letters and digits")

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Chapter, Figures, Notes, Pairs, Section, Table, Tile
-from experiments.report.charts.intervals import corrected_effects
-from experiments.report.figure import Chart
-from experiments.report.html import render
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Chapter, Figures, Notes, Pairs, Section, Table, Tile
+from flatshift.experiments.report.charts.intervals import corrected_effects
+from flatshift.experiments.report.figure import Chart
+from flatshift.experiments.report.html import render
 
 Document = Mapping[str, Any]
 Found = Mapping[str, Any] | None

@@ -10,17 +10,17 @@ from typing import Any
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TargetRows, TrainingCell
 from benchmarks.studies.selection_quality.checks import check_cells, check_method, check_study
 from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
-from experiments.recipe import from_override, recipe_key
-from experiments.recipe.auto import settled
-from experiments.recipe.config import Recipe
-from experiments.recipe.key import block_tree, settings_tree, short_hash
-from experiments.recipe.resolve import resolve_tree
-from experiments.recipe.tree import Branch
-from experiments.studies.cell import file_digest as digest
-from experiments.studies.study import chosen, locate, study_recipe
-from finetune.digests import digest as file_digest
-from finetune.errors import UserError
-from selection.config import Auto, Cynical, Domains, Features, GotD, Method, TokenNgrams, needs
+from flatshift.experiments.recipe import from_override, recipe_key
+from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.key import block_tree, settings_tree, short_hash
+from flatshift.experiments.recipe.resolve import resolve_tree
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.studies.cell import file_digest as digest
+from flatshift.experiments.studies.study import chosen, locate, study_recipe
+from flatshift.finetune.digests import digest as file_digest
+from flatshift.finetune.errors import UserError
+from flatshift.selection.config import Auto, Cynical, Domains, Features, GotD, Method, TokenNgrams, needs
 
 RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
 """The study that is published."""
@@ -215,7 +215,7 @@ class Plan:
     # ---------------------------------------------------------------------------------------- inputs
 
     def _pool(self, whole: Quality, data: Path | None) -> PoolCell:
-        from finetune.assets import pool_tags
+        from flatshift.finetune.assets import pool_tags
 
         file = locate(whole.pool, data, "quality.pool")
         if whole.tags:

@@ -16,10 +16,10 @@ import numpy as np
 
 from benchmarks.studies.cells.rows import split_rows
 from benchmarks.studies.selection_quality.cells import PoolCell
-from finetune.atomic import replacing
-from finetune.data.rows import read_rows
-from finetune.errors import UserError
-from finetune.seeds import derive, numpy_generator
+from flatshift.finetune.atomic import replacing
+from flatshift.finetune.data.rows import read_rows
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive, numpy_generator
 
 _PART = 1 << 16
 
@@ -65,7 +65,7 @@ def open_pool(root: Path, key: str) -> StoredPool:
 
 def store_pool(root: Path, cell: PoolCell) -> dict[str, Any]:
     """Read, clean and store the pool; returns its counts. Raises UserError for tags that do not fit the passages."""
-    from selection.hygiene import Reference, clean
+    from flatshift.selection.hygiene import Reference, clean
 
     select = cell.recipe.select
     assert select is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.settings import Quality
-from experiments.report import formats
+from flatshift.experiments.report import formats
 
 
 def protocol(plan: Plan, budget: int | None) -> list[str]:

@@ -16,12 +16,12 @@ from benchmarks.studies.cells.files import Result, write_result
 from benchmarks.studies.cells.runner import Runner
 from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, SelectionCell, TrainingCell
 from benchmarks.studies.selection_quality.plan import Plan
-from experiments.recipe.build import nearest
-from experiments.run.console import Console
-from experiments.studies.compare.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
-from experiments.studies.study import claim_study
-from finetune.atomic import sweep_leftovers
-from finetune.errors import UserError
+from flatshift.experiments.recipe.build import nearest
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.compare.tuning import FAILED, Score, Setting, best_of, next_trial, on_edge
+from flatshift.experiments.studies.study import claim_study
+from flatshift.finetune.atomic import sweep_leftovers
+from flatshift.finetune.errors import UserError
 
 Pair = tuple[str, str]
 Point = tuple[str, str, int | None]
@@ -62,7 +62,7 @@ def run_cell(directory: Path, cell: Any, threads: int, *, died: str | None = Non
 
 
 def _measure(root: Path, cell: Any, threads: int) -> Mapping[str, Any]:
-    from finetune.compute.numerics import cpu_threads
+    from flatshift.finetune.compute.numerics import cpu_threads
 
     with cpu_threads(cell.recipe.train.threads or threads):
         if isinstance(cell, PoolCell):

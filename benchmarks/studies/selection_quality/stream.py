@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.data.encoding import Specials
-from finetune.data.example import Example
-from finetune.errors import UserError
-from finetune.seeds import numpy_generator
+from flatshift.finetune.data.encoding import Specials
+from flatshift.finetune.data.example import Example
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import numpy_generator
 
 _BATCH = 64
 

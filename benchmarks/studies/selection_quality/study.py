@@ -10,9 +10,9 @@ from benchmarks.studies.selection_quality.analysis import analyse
 from benchmarks.studies.selection_quality.page import page
 from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.runner import run_study
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.studies.study import carry_out
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.study import carry_out
 
 DOCUMENT = "quality.json"
 

@@ -19,16 +19,16 @@ from benchmarks.studies.selection_quality.cells import TrainingCell
 from benchmarks.studies.selection_quality.choosing import chosen_rows, target_texts
 from benchmarks.studies.selection_quality.pool import open_pool
 from benchmarks.studies.selection_quality.stream import Packed, packed_rows
-from experiments.recipe.key import settings_tree, short_hash
-from finetune.data.encoding import encode
-from finetune.data.rows import Row, limit_rows
-from finetune.seeds import derive, numpy_generator
-from finetune.tasks import LanguageModel
+from flatshift.experiments.recipe.key import settings_tree, short_hash
+from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.rows import Row, limit_rows
+from flatshift.finetune.seeds import derive, numpy_generator
+from flatshift.finetune.tasks import LanguageModel
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from finetune.parallel.engine import Engine
+    from flatshift.finetune.parallel.engine import Engine
 
 WARM_UP, FINE_TUNE = "warm-up", "fine-tune"
 _LANGUAGE = LanguageModel(pack=False)
@@ -136,7 +136,7 @@ def _warmed(
     """Train `engine`'s adapter on the arm's text; also says whether an equal warm-up was remembered instead.
 
     form: on that text in plain form."""
-    from finetune.adapters.adapter import lora_only, trainable
+    from flatshift.finetune.adapters.adapter import lora_only, trainable
 
     if cell.lr is None:
         return None, False
@@ -200,6 +200,6 @@ def _texts(root: Path, cell: TrainingCell) -> tuple[Sequence[str], str]:
 
 def _take_over(engine: Engine, adapter: dict[str, Tensor]) -> None:
     """Copy a warmed adapter into a fresh engine's own; a new head stays as it is."""
-    from finetune.adapters.adapter import copy_tensors, lora_only, trainable
+    from flatshift.finetune.adapters.adapter import copy_tensors, lora_only, trainable
 
     copy_tensors(adapter, lora_only(trainable(engine.model)), where="the warmed adapter")

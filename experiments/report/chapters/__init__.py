@@ -6,9 +6,9 @@ file here and a line in `PARTS`.
 
 from __future__ import annotations
 
-from experiments.report import formats
-from experiments.report.blocks import Bars, Chapter, Figures, Pairs, Pre, Section, Table
-from experiments.report.chapters import (
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Bars, Chapter, Figures, Pairs, Pre, Section, Table
+from flatshift.experiments.report.chapters import (
     checks,
     comparison,
     evaluation,
@@ -22,8 +22,8 @@ from experiments.report.chapters import (
     sweep,
     tokenizer,
 )
-from experiments.report.figure import Chart
-from experiments.results.run import Run, read_object
+from flatshift.experiments.report.figure import Chart
+from flatshift.experiments.results.run import Run, read_object
 
 PARTS = (
     forecast.part,

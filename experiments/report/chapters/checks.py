@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table
-from experiments.report.charts.selection import distance_change, other_arm, relative
-from experiments.results.run import Run
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table
+from flatshift.experiments.report.charts.selection import distance_change, other_arm, relative
+from flatshift.experiments.results.run import Run
 
 
 def part(run: Run) -> Part | None:

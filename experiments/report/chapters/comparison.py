@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
-from experiments.report.charts.intervals import corrected_effects
-from experiments.report.figure import Chart
-from experiments.report.html import render
-from experiments.results.run import Run
-from finetune.evaluate.metrics import metric_of
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.charts.intervals import corrected_effects
+from flatshift.experiments.report.figure import Chart
+from flatshift.experiments.report.html import render
+from flatshift.experiments.results.run import Run
+from flatshift.finetune.evaluate.metrics import metric_of
 
 Document = Mapping[str, Any]
 

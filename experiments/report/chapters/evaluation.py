@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
-from experiments.report.charts.intervals import Row, interval_chart
-from experiments.report.figure import WIDE, Chart
-from experiments.report.html import render
-from experiments.results.run import Run
-from finetune.evaluate.metrics import in_headline_order, metric_of
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.charts.intervals import Row, interval_chart
+from flatshift.experiments.report.figure import WIDE, Chart
+from flatshift.experiments.report.html import render
+from flatshift.experiments.results.run import Run
+from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
 
 Document = Mapping[str, Any]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from experiments.report.blocks import Notes, Part, Section
-from experiments.results.forecast import FORECAST, sentences
-from experiments.results.run import Run, read_object
+from flatshift.experiments.report.blocks import Notes, Part, Section
+from flatshift.experiments.results.forecast import FORECAST, sentences
+from flatshift.experiments.results.run import Run, read_object
 
 
 def part(run: Run) -> Part | None:

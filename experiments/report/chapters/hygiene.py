@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Notes, Part, Section, Table
-from experiments.results.run import Run, Selection, read_object
-from finetune.errors import UserError
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Notes, Part, Section, Table
+from flatshift.experiments.results.run import Run, Selection, read_object
+from flatshift.finetune.errors import UserError
 
 _EXAMPLES = 5
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Bars, Chapter, Notes, Pre, Section, Table, Tile
-from experiments.report.html import render
-from finetune.figures import duration, gib
-from finetune.planner.layouts import CAUSES
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Bars, Chapter, Notes, Pre, Section, Table, Tile
+from flatshift.experiments.report.html import render
+from flatshift.finetune.figures import duration, gib
+from flatshift.finetune.planner.layouts import CAUSES
 
 _MOST, _NEAREST = 30, 10
 """Meshes in the table: of those that fit, and of those that do not."""

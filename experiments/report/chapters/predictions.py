@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Card, Cards, Matrix, Part, Section, Table
-from experiments.results.predictions import Predictions
-from experiments.results.run import Run, best_split
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Card, Cards, Matrix, Part, Section, Table
+from flatshift.experiments.results.predictions import Predictions
+from flatshift.experiments.results.run import Run, best_split
 
 _WRONG, _RIGHT, _SAMPLES, _HARD = 6, 3, 9, 6
 _CLASSES = 24

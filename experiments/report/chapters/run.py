@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Bars, Block, Figures, Lookup, Notes, Part, Section, Table, Tile
-from experiments.report.charts.training import evaluation, preferences, small_multiples, training
-from experiments.results.predictions import Judged, differences
-from experiments.results.run import Run, best_split, headline
-from finetune.evaluate.metrics import metric_of, on_tiles
-from finetune.figures import beside_text, gib, rate_text
-from finetune.run_directory import SPIKE
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Bars, Block, Figures, Lookup, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.charts.training import evaluation, preferences, small_multiples, training
+from flatshift.experiments.results.predictions import Judged, differences
+from flatshift.experiments.results.run import Run, best_split, headline
+from flatshift.finetune.evaluate.metrics import metric_of, on_tiles
+from flatshift.finetune.figures import beside_text, gib, rate_text
+from flatshift.finetune.run_directory import SPIKE
 
 _FIRST = ("lr-", "grad-norm-")
 """Charts of what was logged with every update that are shown at once; the others open on demand."""

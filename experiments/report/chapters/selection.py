@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Card, Cards, Figures, Lookup, Notes, Pairs, Part, Section, Table, Tile
-from experiments.report.charts.selection import domain_mix, histogram, projection_map
-from experiments.results.run import Run, Selection
-from selection.config import Method
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import (
+    Block,
+    Card,
+    Cards,
+    Figures,
+    Lookup,
+    Notes,
+    Pairs,
+    Part,
+    Section,
+    Table,
+    Tile,
+)
+from flatshift.experiments.report.charts.selection import domain_mix, histogram, projection_map
+from flatshift.experiments.results.run import Run, Selection
+from flatshift.selection.config import Method
 
 _SPOKE = {
     "tokens": " What spoke for one: the tokens that added most to its score, each with the one before it.",

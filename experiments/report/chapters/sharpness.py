@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table
-from experiments.report.charts.sharpness import SPACES, line, plane, rise
-from experiments.results.run import Run
-from finetune.digests import adapter_digest
-from regularizers.sharpness.config import measure_name
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table
+from flatshift.experiments.report.charts.sharpness import SPACES, line, plane, rise
+from flatshift.experiments.results.run import Run
+from flatshift.finetune.digests import adapter_digest
+from flatshift.regularizers.sharpness.config import measure_name
 
 
 def part(run: Run) -> Part | None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
-from experiments.report.charts.intervals import Row, interval_chart
-from experiments.report.charts.training import slug
-from experiments.report.figure import Chart
-from experiments.results.run import Run, Study
-from experiments.statistics.intervals import Interval, paired_difference, t_interval, t_quantile
-from finetune.evaluate.metrics import in_headline_order, metric_of
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.charts.intervals import Row, interval_chart
+from flatshift.experiments.report.charts.training import slug
+from flatshift.experiments.report.figure import Chart
+from flatshift.experiments.results.run import Run, Study
+from flatshift.experiments.statistics.intervals import Interval, paired_difference, t_interval, t_quantile
+from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
 
 WARMUPS = {"cold": "cold", "random": "random warm-up", "gotd": "GOT-D warm-up"}
 REGULARIZERS = {"plain": "plain", "ggpo": "GGPO"}

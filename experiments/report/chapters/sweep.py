@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.report import formats
-from experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
-from experiments.report.chapters.sweep_verdicts import (
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.chapters.sweep_verdicts import (
     beside_table,
     crossing_words,
     emc_table,
@@ -20,18 +20,18 @@ from experiments.report.chapters.sweep_verdicts import (
     verdict_notes,
     verdict_table,
 )
-from experiments.report.charts.capacity import capacity_charts
-from experiments.report.charts.curve import Series, curve_chart, scatter_chart, span, train_and_test, unit_of
-from experiments.report.charts.dynamics import dynamics
-from experiments.report.charts.facets import Line, Panel, facets
-from experiments.report.charts.heat_map import heat_maps
-from experiments.report.figure import Chart
-from experiments.results.analysis import PANELS, Analysis, Direction, chosen, is_judged, left_out, main_axis
-from experiments.results.run import Run
-from experiments.results.sweep import Failure, SweepData, Together
-from experiments.results.traces import STEP
-from experiments.statistics.intervals import t_interval
-from finetune.evaluate.metrics import metric_of
+from flatshift.experiments.report.charts.capacity import capacity_charts
+from flatshift.experiments.report.charts.curve import Series, curve_chart, scatter_chart, span, train_and_test, unit_of
+from flatshift.experiments.report.charts.dynamics import dynamics
+from flatshift.experiments.report.charts.facets import Line, Panel, facets
+from flatshift.experiments.report.charts.heat_map import heat_maps
+from flatshift.experiments.report.figure import Chart
+from flatshift.experiments.results.analysis import PANELS, Analysis, Direction, chosen, is_judged, left_out, main_axis
+from flatshift.experiments.results.run import Run
+from flatshift.experiments.results.sweep import Failure, SweepData, Together
+from flatshift.experiments.results.traces import STEP
+from flatshift.experiments.statistics.intervals import t_interval
+from flatshift.finetune.evaluate.metrics import metric_of
 
 _TOGETHER = 12
 """Verdicts that one table at the top has."""

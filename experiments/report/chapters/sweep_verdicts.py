@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from experiments.report import formats
-from experiments.report.blocks import Table
-from experiments.results.analysis import Analysis, Direction, Judged, compared
-from experiments.results.sweep import SweepData
-from experiments.statistics.beside import Beside
-from experiments.statistics.curve import Curve
-from experiments.statistics.emc import Crossing, emc_from_curve
-from experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
-from finetune.errors import UserError
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Table
+from flatshift.experiments.results.analysis import Analysis, Direction, Judged, compared
+from flatshift.experiments.results.sweep import SweepData
+from flatshift.experiments.statistics.beside import Beside
+from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.emc import Crossing, emc_from_curve
+from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
+from flatshift.finetune.errors import UserError
 
 
 def verdict_table(judged: Sequence[Judged], epsilon: float) -> Table | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.blocks import Bars, Block, Chapter, Notes, Part, Section, Table, Tile
-from experiments.report.html import render
-from experiments.results.run import Run
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.blocks import Bars, Block, Chapter, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.html import render
+from flatshift.experiments.results.run import Run
 
 Document = Mapping[str, Any]
 _FIGURES = (

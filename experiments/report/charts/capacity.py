@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.report import formats
-from experiments.report.charts.curve import Series, curve_chart, span, train_and_test, unit_of
-from experiments.report.figure import Canvas, Chart, colour, label_ends
-from experiments.results.analysis import PANELS, Analysis, chosen, curves_along, left_out
-from experiments.results.sweep import SweepData
-from experiments.statistics.intervals import Interval
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.charts.curve import Series, curve_chart, span, train_and_test, unit_of
+from flatshift.experiments.report.figure import Canvas, Chart, colour, label_ends
+from flatshift.experiments.results.analysis import PANELS, Analysis, chosen, curves_along, left_out
+from flatshift.experiments.results.sweep import SweepData
+from flatshift.experiments.statistics.intervals import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from experiments.report import formats
-from experiments.report.charts.facets import Scale, scale
-from experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
-from experiments.results.sweep import INTERPOLATION, SweepData
-from experiments.results.table import SweepTable, Where
-from experiments.statistics.intervals import Interval
-from finetune.evaluate.metrics import metric_of
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.charts.facets import Scale, scale
+from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
+from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
+from flatshift.experiments.results.table import SweepTable, Where
+from flatshift.experiments.statistics.intervals import Interval
+from flatshift.finetune.evaluate.metrics import metric_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from experiments.results.analysis import Judged
-    from experiments.statistics.emc import Crossing
+    from flatshift.experiments.results.analysis import Judged
+    from flatshift.experiments.statistics.emc import Crossing
 
 _SINGLE_RUNS = 400
 """Single runs are drawn as dots up to so many a chart; more would hide the lines."""

@@ -7,13 +7,13 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.charts.facets import Line, Panel, facets
-from experiments.report.figure import RAMP, Chart, ramp
-from experiments.results.analysis import evenly, main_axis
-from experiments.results.sweep import GRADIENT, SHARPNESS, SweepData
-from experiments.results.table import SweepTable
-from experiments.results.traces import STEP
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.charts.facets import Line, Panel, facets
+from flatshift.experiments.report.figure import RAMP, Chart, ramp
+from flatshift.experiments.results.analysis import evenly, main_axis
+from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS, SweepData
+from flatshift.experiments.results.table import SweepTable
+from flatshift.experiments.results.traces import STEP
 
 _PANELS = 12
 _FIGURES = 2

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.report import formats
-from experiments.report.figure import WIDE, Canvas, Chart, colour
-from experiments.statistics.intervals import Interval
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour
+from flatshift.experiments.statistics.intervals import Interval
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

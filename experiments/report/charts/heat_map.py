@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.report import formats
-from experiments.report.figure import Canvas, Chart, colour
-from experiments.results.table import SweepTable, Where
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.figure import Canvas, Chart, colour
+from flatshift.experiments.results.table import SweepTable, Where
 
 if TYPE_CHECKING:
     import numpy as np

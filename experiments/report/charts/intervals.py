@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.report.figure import WIDE, Canvas, Chart, colour
-from experiments.report.formats import effect
+from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour
+from flatshift.experiments.report.formats import effect
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.charts.intervals import horizontal, label_rows, say
-from experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
-from experiments.results.run import Selection
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.charts.intervals import horizontal, label_rows, say
+from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
+from flatshift.experiments.results.run import Selection
 
 
 def histogram(selection: Selection) -> Chart | None:

@@ -6,8 +6,8 @@ import math
 from itertools import pairwise
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.figure import Canvas, Chart, colour, label_ends
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.figure import Canvas, Chart, colour, label_ends
 
 SPACES = {"adapter": ("adapter", "blue"), "full": ("full weights", "orange")}
 """Space: (name for a reader, colour token)."""

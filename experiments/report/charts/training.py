@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from experiments.report import formats
-from experiments.report.charts.intervals import Row, draw_row, horizontal
-from experiments.report.figure import WIDE, Canvas, Chart, colour, label_ends
-from experiments.results.run import Metrics
-from finetune.evaluate.metrics import METRICS, metric_of
+from flatshift.experiments.report import formats
+from flatshift.experiments.report.charts.intervals import Row, draw_row, horizontal
+from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, label_ends
+from flatshift.experiments.results.run import Metrics
+from flatshift.finetune.evaluate.metrics import METRICS, metric_of
 
 SPLIT_COLOUR = {"train": "blue", "dev": "green", "test": "orange"}
 _KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s", "time", "epoch"}

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.recipe.studies import Comparison
-from experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
-from experiments.studies.compare.plan import Outcome, Plan, Result
-from finetune.evaluate.metrics import metric_of
-from finetune.seeds import numpy_generator
+from flatshift.experiments.recipe.studies import Comparison
+from flatshift.experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
+from flatshift.experiments.studies.compare.plan import Outcome, Plan, Result
+from flatshift.finetune.evaluate.metrics import metric_of
+from flatshift.finetune.seeds import numpy_generator
 
 BySeed = dict[int, float]
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from finetune.seeds import derive
+from flatshift.finetune.seeds import derive
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from experiments.data.splits import Prepared
-    from experiments.recipe.config import Recipe
-    from finetune.parallel.engine import Engine
+    from flatshift.experiments.data.splits import Prepared
+    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.finetune.parallel.engine import Engine
 
 PAIRS = 3
 ROWS = 48
@@ -26,7 +26,7 @@ _SETTLING = 3
 
 @dataclass
 class Measures:
-    """An `experiments.workflows.context.Probe` of one cell.
+    """An `flatshift.experiments.workflows.context.Probe` of one cell.
 
     final: whether its answers are kept, row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured.
     """
@@ -57,9 +57,9 @@ class Measures:
 
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
-    from finetune.compute.numerics import evaluating
-    from finetune.data.inference import Inference
-    from finetune.evaluate.judge import head_scores
+    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.evaluate.judge import head_scores
 
     with evaluating(engine.judged):
         _, logits = head_scores(
@@ -76,11 +76,11 @@ def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -
 def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *, sigma: float) -> float:
     """Mean rise of the loss (nats per supervised token or example) over `PAIRS` antithetic pairs of noise in the full
     weight space, on `ROWS` training rows: the same rows and raw draws for every method with one seed."""
-    from finetune.compute.loss import batch_loss, with_reference
-    from finetune.compute.numerics import evaluating
-    from finetune.compute.precision import autocast
-    from finetune.data.inference import Inference
-    from regularizers.sharpness import FullSpace, Objective, expected_rise
+    from flatshift.finetune.compute.loss import batch_loss, with_reference
+    from flatshift.finetune.compute.numerics import evaluating
+    from flatshift.finetune.compute.precision import autocast
+    from flatshift.finetune.data.inference import Inference
+    from flatshift.regularizers.sharpness import FullSpace, Objective, expected_rise
 
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]
     batches = list(Inference.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))

@@ -14,22 +14,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from experiments.recipe import Resolved, from_override, recipe_key
-from experiments.recipe.auto import settled
-from experiments.recipe.config import Recipe
-from experiments.recipe.key import short_hash
-from experiments.recipe.resolve import resolve_tree
-from experiments.recipe.studies import Comparison, StudyTask
-from experiments.recipe.tree import Branch
-from experiments.studies.cell import Cell, file_digest, settings_digests
-from experiments.studies.compare.measures import Measures
-from experiments.studies.compare.tuning import Setting, first_trials
-from experiments.studies.study import chosen, locate, study_recipe
-from finetune.atomic import sweep_leftovers, write_text
-from finetune.config import Files, TrainFiles
-from finetune.errors import UserError
-from finetune.seeds import derive
-from regularizers.config import RegularizerConfig
+from flatshift.experiments.recipe import Resolved, from_override, recipe_key
+from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.key import short_hash
+from flatshift.experiments.recipe.resolve import resolve_tree
+from flatshift.experiments.recipe.studies import Comparison, StudyTask
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.studies.cell import Cell, file_digest, settings_digests
+from flatshift.experiments.studies.compare.measures import Measures
+from flatshift.experiments.studies.compare.tuning import Setting, first_trials
+from flatshift.experiments.studies.study import chosen, locate, study_recipe
+from flatshift.finetune.atomic import sweep_leftovers, write_text
+from flatshift.finetune.config import Files, TrainFiles
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.seeds import derive
+from flatshift.regularizers.config import RegularizerConfig
 
 Kind = Literal["trial", "final", "equal-time"]
 
@@ -119,9 +119,9 @@ class Plan:
 
     def check(self) -> None:
         """Refuse what cannot run here, as `flatshift train` does; nothing may turn into failed cells in silence."""
-        from experiments.recipe.rules import check_cell, check_recipe
-        from finetune.train.stage import check_judged
-        from regularizers import build
+        from flatshift.experiments.recipe.rules import check_cell, check_recipe
+        from flatshift.finetune.train.stage import check_judged
+        from flatshift.regularizers import build
 
         for method, regularizer in self._tried:
             try:
@@ -226,7 +226,7 @@ def _beside(recipe: Recipe) -> list[Any]:
     """Digests of what a recipe reads beside its task's rows; nothing for most."""
     found: list[Any] = settings_digests(recipe)
     if recipe.select is not None:
-        from experiments.workflows.run_parts import recipe_inputs
+        from flatshift.experiments.workflows.run_parts import recipe_inputs
 
         found += [file_digest(path) for path in recipe_inputs(recipe)]
     return found
@@ -299,7 +299,7 @@ def task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
     seen once.
     Raises UserError for bad rows, rows without a `split`, or too few of them.
     """
-    from finetune.data.rows import limit_rows, read_rows
+    from flatshift.finetune.data.rows import limit_rows, read_rows
 
     task, data = recipe.task, recipe.data
     found = list(

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.studies.compare.analysis import analyse
-from experiments.studies.compare.plan import Outcome, Pair, Plan, Result, Run
-from experiments.studies.compare.tuning import (
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.compare.analysis import analyse
+from flatshift.experiments.studies.compare.plan import Outcome, Pair, Plan, Result, Run
+from flatshift.experiments.studies.compare.tuning import (
     FAILED,
     Score,
     Setting,
@@ -27,10 +27,10 @@ from experiments.studies.compare.tuning import (
     on_edge,
     together,
 )
-from experiments.studies.study import Batches, carry_out, claim_study
-from finetune.atomic import read_object, write_json
-from finetune.errors import UserError
-from finetune.evaluate.metrics import metric_of
+from flatshift.experiments.studies.study import Batches, carry_out, claim_study
+from flatshift.finetune.atomic import read_object, write_json
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.metrics import metric_of
 
 _EQUAL_TIME = "equal_time.json"
 

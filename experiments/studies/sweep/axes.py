@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.errors import UserError
+from flatshift.finetune.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,7 +151,7 @@ def points_of(axes: Mapping[str, Values], design: Design, *, count: int | None, 
 
 
 def _drawn(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[str, Any]]:
-    from finetune.seeds import numpy_generator
+    from flatshift.finetune.seeds import numpy_generator
 
     if count < 1:
         raise UserError(f"--points must be at least 1, got {count}")

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from experiments.recipe.config import Recipe
-from experiments.results.cells import EMC as EMC_FILE
-from experiments.results.cells import read_result
-from experiments.studies.cell import Cell, label_of
-from experiments.studies.sweep.axes import Range, parse_range
-from experiments.studies.sweep.plan import Base
-from experiments.studies.sweep.table import Row, final_figures
-from finetune.atomic import write_json
-from finetune.errors import UserError
-from finetune.run_directory import disk_full_interrupts
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.results.cells import EMC as EMC_FILE
+from flatshift.experiments.results.cells import read_result
+from flatshift.experiments.studies.cell import Cell, label_of
+from flatshift.experiments.studies.sweep.axes import Range, parse_range
+from flatshift.experiments.studies.sweep.plan import Base
+from flatshift.experiments.studies.sweep.table import Row, final_figures
+from flatshift.finetune.atomic import write_json
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.run_directory import disk_full_interrupts
 
 if TYPE_CHECKING:
-    from experiments.statistics.emc import EMC
+    from flatshift.experiments.statistics.emc import EMC
 
 KEY = "data.train.limit"
 _EPSILON = 0.1
@@ -72,7 +72,7 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
 
 def _rows(recipe: Recipe) -> int:
     """Training rows that a cell gets at most: without bad rows and those set apart."""
-    from experiments.data.splits import read_splits
+    from flatshift.experiments.data.splits import read_splits
 
     train = dataclasses.replace(recipe.data.train, limit=None)
     rows = len(read_splits(dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, train=train))).train)
@@ -114,7 +114,7 @@ class _Search:
 
     def step(self, errors: Mapping[str, float]) -> list[Cell]:
         """Cells without which it cannot go on; none when it is done."""
-        from experiments.statistics.emc import effective_model_complexity
+        from flatshift.experiments.statistics.emc import effective_model_complexity
 
         def train_error(rows: int, seed: int) -> float:
             group = self.tried.get(rows)

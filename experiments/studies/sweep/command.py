@@ -19,21 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.recipe import Resolved
-from experiments.recipe.config import Sweep
-from experiments.recipe.resolve import held_out_lines
-from experiments.recipe.studies import SweepOptions
-from experiments.recipe.tree import Branch
-from experiments.run.console import Console
-from experiments.statistics.peak import Look, looks
-from experiments.studies.cell import Cell
-from experiments.studies.devices import Places, choose_devices
-from experiments.studies.directory import note_finished, results_of, stale_keys
-from experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, refuse_claims
-from experiments.studies.queue import run_cells
-from experiments.studies.sweep.axes import Axes, Design, as_values, count_of, parse_grid
-from experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
-from experiments.studies.sweep.directory import (
+from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.recipe.config import Sweep
+from flatshift.experiments.recipe.resolve import held_out_lines
+from flatshift.experiments.recipe.studies import SweepOptions
+from flatshift.experiments.recipe.tree import Branch
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.statistics.peak import Look, looks
+from flatshift.experiments.studies.cell import Cell
+from flatshift.experiments.studies.devices import Places, choose_devices
+from flatshift.experiments.studies.directory import note_finished, results_of, stale_keys
+from flatshift.experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, refuse_claims
+from flatshift.experiments.studies.queue import run_cells
+from flatshift.experiments.studies.sweep.axes import Axes, Design, as_values, count_of, parse_grid
+from flatshift.experiments.studies.sweep.bisection import Bisection, bisect, parse_bisection
+from flatshift.experiments.studies.sweep.directory import (
     PLANNED,
     SEALED,
     Part,
@@ -46,15 +46,15 @@ from experiments.studies.sweep.directory import (
     refuse_other_plan,
     write_marker,
 )
-from experiments.studies.sweep.plan import Base
-from experiments.studies.sweep.table import Row, write_table
-from finetune.config import Record
-from finetune.errors import Interrupted, UserError
-from finetune.lock import owned
-from finetune.run_directory import RECIPE, disk_full_interrupts
+from flatshift.experiments.studies.sweep.plan import Base
+from flatshift.experiments.studies.sweep.table import Row, write_table
+from flatshift.finetune.config import Record
+from flatshift.finetune.errors import Interrupted, UserError
+from flatshift.finetune.lock import owned
+from flatshift.finetune.run_directory import RECIPE, disk_full_interrupts
 
 if TYPE_CHECKING:
-    from experiments.run.console import Draw
+    from flatshift.experiments.run.console import Draw
 
 MOST_CELLS = 10_000
 """Cells of a plan, at most, unless more are asked for: planning takes a millisecond each, a run some seconds."""
@@ -234,8 +234,8 @@ def _until_decided(
     console: Console,
 ) -> list[Cell]:
     """The cells that were run: those of as many seeds as every curve needed for a verdict."""
-    from experiments.results.analysis import Analysis
-    from experiments.results.sweep import read_sweep
+    from flatshift.experiments.results.analysis import Analysis
+    from flatshift.experiments.results.sweep import read_sweep
 
     first, some = asked.base.recipe.train.seed, cells
     for place, look in enumerate(steps):
@@ -302,7 +302,7 @@ class _Asked:
 
 def _could_record(asked: _Asked) -> bool:
     """Whether the cells record nothing along the steps, and might."""
-    from experiments.recipe.rules import check_recipe
+    from flatshift.experiments.recipe.rules import check_recipe
 
     recipe = asked.base.recipe
     if recipe.record is not None or any(key.partition(".")[0] == "record" for key in asked.axes):
@@ -315,7 +315,7 @@ def _could_record(asked: _Asked) -> bool:
 
 
 def _asked(base: Base, options: SweepOptions) -> _Asked:
-    from finetune.train.stage import check_judged
+    from flatshift.finetune.train.stage import check_judged
 
     design, points, bisection = options.design, options.points, options.bisect
     block = base.recipe.sweep or Sweep()

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe import Resolved
-from experiments.results.cells import (
+from flatshift.experiments.recipe import Resolved
+from flatshift.experiments.results.cells import (
     CELLS,
     CURVES,
     EMC,
@@ -31,15 +31,22 @@ from experiments.results.cells import (
     result_files,
     source_digest,
 )
-from experiments.run.console import Console
-from experiments.studies.cell import Cell
-from experiments.studies.directory import WORKERS, results_of
-from experiments.studies.leases import CLAIMS, claims_of, holder
-from finetune.atomic import is_bare, make_directory, replacing, replacing_directory, sweep_leftovers, write_json
-from finetune.digests import DONE, check_files
-from finetune.errors import UserError
-from finetune.lock import INSIDE
-from finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
+from flatshift.experiments.run.console import Console
+from flatshift.experiments.studies.cell import Cell
+from flatshift.experiments.studies.directory import WORKERS, results_of
+from flatshift.experiments.studies.leases import CLAIMS, claims_of, holder
+from flatshift.finetune.atomic import (
+    is_bare,
+    make_directory,
+    replacing,
+    replacing_directory,
+    sweep_leftovers,
+    write_json,
+)
+from flatshift.finetune.digests import DONE, check_files
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.lock import INSIDE
+from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
 
 PLANNED = "plan"
 """The claim of a host that looks at a shared directory as a whole: to plan, and to write the tables."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.recipe import Resolved, from_override
-from experiments.recipe.config import Recipe
-from experiments.recipe.resolve import get_dotted, lay, recipe_tree, resolve_tree
-from experiments.recipe.tree import Branch, Leaf, Tree, parse
-from experiments.studies.cell import Cell, cell_of, label_of
-from experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
-from finetune.errors import UserError
+from flatshift.experiments.recipe import Resolved, from_override
+from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.resolve import get_dotted, lay, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, parse
+from flatshift.experiments.studies.cell import Cell, cell_of, label_of
+from flatshift.experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
+from flatshift.finetune.errors import UserError
 
 
 def plan_cells(
@@ -53,8 +53,8 @@ class Base:
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
     def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
-        """The same with its precisions settled; arguments as in `experiments.recipe.auto.settled`."""
-        from experiments.recipe.auto import settled_tree
+        """The same with its precisions settled; arguments as in `flatshift.experiments.recipe.auto.settled`."""
+        from flatshift.experiments.recipe.auto import settled_tree
 
         tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
         return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
@@ -63,10 +63,10 @@ class Base:
         """The same with its epochs as updates of its own rows, as many in every cell. Raises UserError as `prepare`."""
         if self.recipe.train.epochs is None:
             return self
-        from experiments.data.sources import in_steps
-        from experiments.data.splits import prepare
-        from experiments.workflows.run_parts import FINE_TUNE
-        from finetune.seeds import derive
+        from flatshift.experiments.data.sources import in_steps
+        from flatshift.experiments.data.splits import prepare
+        from flatshift.experiments.workflows.run_parts import FINE_TUNE
+        from flatshift.finetune.seeds import derive
 
         counted = in_steps(self.resolved, prepare(self.recipe).train, seed=derive(self.recipe.train.seed, FINE_TUNE))
         steps, why = counted.recipe.train.steps, counted.origins["train.steps"]
@@ -176,8 +176,8 @@ def _fields(cls: type) -> set[str]:
 
 
 def _check_point(recipe: Recipe, written: str) -> None:
-    from experiments.data.sources import parts_of
-    from experiments.recipe.rules import check_cell, check_recipe
+    from flatshift.experiments.data.sources import parts_of
+    from flatshift.experiments.recipe.rules import check_cell, check_recipe
 
     try:
         parts_of(recipe.data)  # refuses a recipe without training files

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from experiments.results.cells import CELLS, CURVES, POINTS, ended, read_result
-from experiments.studies.cell import Cell
-from finetune.atomic import replacing
+from flatshift.experiments.results.cells import CELLS, CURVES, POINTS, ended, read_result
+from flatshift.experiments.studies.cell import Cell
+from flatshift.finetune.atomic import replacing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +34,7 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
     """
     import pyarrow.parquet as pq
 
-    from finetune.train.trace.files import read_trace
+    from flatshift.finetune.train.trace.files import read_trace
 
     rows: list[Row] = []
     finished, curves = Columns(), Columns()
@@ -71,14 +71,14 @@ def final_figures(directory: Path) -> Row:
     result = read_result(directory)
     if result is None or result["status"] != "done":
         return {}
-    from finetune.train.trace.files import read_trace
+    from flatshift.finetune.train.trace.files import read_trace
 
     return _measured(result, read_trace(directory))
 
 
 def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
     """The trace of a cell at the steps that its recipe records, those that it did not reach marked."""
-    from finetune.train.trace.files import as_planned, recorded_steps
+    from flatshift.finetune.train.trace.files import as_planned, recorded_steps
 
     recipe = cell.resolved.recipe
     if recipe.record is None or (result["status"] == "done" and not trace):

@@ -51,7 +51,7 @@ class _Counts:
     nulls: int = 0
     """Those keys."""
     form: str = ""
-    """What the turns were made of (`finetune.data.rows.FORMS`)."""
+    """What the turns were made of (`flatshift.finetune.data.rows.FORMS`)."""
     lengths: list[int] = field(default_factory=list)
     """Tokens that each row needs to be whole."""
 
@@ -59,8 +59,8 @@ class _Counts:
 class ChatEncoder:
     """Takes rows a run at a time, and knows at the end what was lost of them all.
 
-    A row may become several examples (`finetune.data.chat.answers`); the one with its last turn comes first and alone
-    has an `answer` to generate (score: generate), the others are called `<id>#1`, `#2`, ….
+    A row may become several examples (`flatshift.finetune.data.chat.answers`); the one with its last turn comes first
+    and alone has an `answer` to generate (score: generate), the others are called `<id>#1`, `#2`, ….
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ChatEncoder:
         truncation: Literal["left", "right"] | None = None,
         overlong: Literal["drop", "refuse"] | None = None,
     ) -> None:
-        """Arguments as of `finetune.data.encoding.encode`.
+        """Arguments as of `flatshift.finetune.data.encoding.encode`.
 
         Raises:
             UserError: no template; samples that are to lose their left end.

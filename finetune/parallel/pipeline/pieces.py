@@ -18,7 +18,7 @@ from ...data.encoding import IGNORE
 
 @dataclass(frozen=True)
 class Piece:
-    """What one pass through the pipeline takes (a `finetune.compute.loss.Batch`)."""
+    """What one pass through the pipeline takes (a `flatshift.finetune.compute.loss.Batch`)."""
 
     inputs: dict[str, Tensor]
     """Model keyword arguments, rows first."""

@@ -118,8 +118,9 @@ class PipelineRunner:
             context: what surrounds a forward pass, by a number that is its own for each piece and stage.
             scale: multiplies gradients, not the loss returned.
             beat: called after every forward pass.
-            draws: makes what draws the dropout masks of some rows (`finetune.compute.dropout.KeyedDropout.during`).
-            loss: (model, piece) → summed loss; by default `finetune.compute.loss.batch_loss`.
+            draws: makes what draws the dropout masks of some rows
+            (`flatshift.finetune.compute.dropout.KeyedDropout.during`).
+            loss: (model, piece) → summed loss; by default `flatshift.finetune.compute.loss.batch_loss`.
 
         Returns:
             Σ loss ÷ count over these micro-batches, float32 scalar, on every pp rank.
@@ -261,7 +262,7 @@ class PipelineRunner:
         """The head whose loss needs no logits, agreed by all ranks; None on ranks without the last stage, too.
 
         Args:
-            probe: of `finetune.compute.loss.head_probe`. Collective over the whole mesh.
+            probe: of `flatshift.finetune.compute.loss.head_probe`. Collective over the whole mesh.
         """
         with evaluating(self.parts):
             found = self.passing.forward(

@@ -19,7 +19,8 @@ Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
 
 
 class Parts(nn.Module):
-    """The stages of a rank as children `part0`, `part1`, …, whose names `finetune.parallel.layout.canonical` strips."""
+    """The stages of a rank as children `part0`, `part1`, …, whose names `flatshift.finetune.parallel.layout.canonical`
+    strips."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""What of a family's tensor-parallel plan (`finetune.models.families`) a model has, as modules, and what is refused."""
+"""What of a family's tensor-parallel plan (`flatshift.finetune.models.families`) a model has, as modules, and what is
+refused."""
 
 from __future__ import annotations
 

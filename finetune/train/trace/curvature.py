@@ -1,7 +1,7 @@
 """How curved the training loss is where the adapter lies, as plain gradient descent and as Adam see it.
 
 Adam with a frozen preconditioner P oscillates where λ_max(P^-½ H P^-½)·lr is above `stability_threshold`. Curvature
-comes from differences of gradients (`regularizers.sharpness`), in float32.
+comes from differences of gradients (`flatshift.regularizers.sharpness`), in float32.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from regularizers.layers.adapters import Adapters
-from regularizers.layers.frozen import is_quantised
-from regularizers.sharpness import AdapterSpace, Hessian, Objective, Sharpness, Space, lanczos, measure
-from regularizers.sharpness.spaces import Loss, Purpose
+from flatshift.regularizers.layers.adapters import Adapters
+from flatshift.regularizers.layers.frozen import is_quantised
+from flatshift.regularizers.sharpness import AdapterSpace, Hessian, Objective, Sharpness, Space, lanczos, measure
+from flatshift.regularizers.sharpness.spaces import Loss, Purpose
 
 from ...compute.loss import Head, batch_loss
 from ...config import Optimizer
@@ -50,7 +50,7 @@ def curvature_figures(
     P^-½ H P^-½ in everything that trains, a new head too.
 
     Args:
-        loss: the loss over fixed rows (`regularizers.sharpness.spaces.Loss`).
+        loss: the loss over fixed rows (`flatshift.regularizers.sharpness.spaces.Loss`).
         preconditioner: P by the names of `parameters`; what it leaves out has had no update and is held fixed. Empty
             before the first update: then there is no preconditioned λ_max.
         seed: of the random directions.

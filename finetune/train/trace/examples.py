@@ -42,8 +42,8 @@ def per_example(
     Dropout is off inside; afterwards every module is in the mode that it had, and no random state was touched.
 
     Args:
-        head: `finetune.compute.loss.find_head` of this model, where it has one: logits are then made of supervised
-        tokens only.
+        head: `flatshift.finetune.compute.loss.find_head` of this model, where it has one: logits are then made of
+        supervised tokens only.
     """
     loss = np.zeros(len(examples))
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))

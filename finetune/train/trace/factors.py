@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from regularizers.layers.sites import LoraSite, find_lora_sites
+from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 
 from ...adapters.offsets import offsets_of
 

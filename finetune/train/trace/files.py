@@ -1,8 +1,8 @@
 """The trace of a run: `trace.jsonl`, a line per recorded step, and `trace.json`, what these lines are about.
 
-A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the figures of `finetune.train.trace`, flat; what
-has no value is null. After a resume the last line of a step wins. `recorded_steps` says after which updates there is
-one.
+A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the figures of `flatshift.finetune.train.trace`,
+flat; what has no value is null. After a resume the last line of a step wins. `recorded_steps` says after which updates
+there is one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figur
 from .files import ABOUT, about, recorded_steps
 
 if TYPE_CHECKING:
-    from regularizers.sharpness.spaces import Loss
+    from flatshift.regularizers.sharpness.spaces import Loss
 
     from ..checkpointer import Progress
     from ..stage import TrainingStage
@@ -177,7 +177,7 @@ class Recorder:
         return per_example(self._engine.model, examples, self._inference, task=self._stage.task, head=self._head)
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
-        from regularizers.errors import RegularizerError
+        from flatshift.regularizers.errors import RegularizerError
 
         from .curvature import FIRST, curvature_figures, mean_squares, rate_line
 
