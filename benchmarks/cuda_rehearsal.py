@@ -37,13 +37,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from flatshift import finetune
+import flatshift
 from flatshift.finetune.compute.capabilities import CUDA, Capabilities, rehearsed
 from flatshift.regularizers.layers import signs, sites
 
 aten = torch.ops.aten
-_HOUSE = Path(finetune.__file__).resolve().parents[1]
-_ROOMS = tuple(f"{_HOUSE / room}/" for room in ("finetune", "regularizers", "experiments", "selection", "flatshift"))
+_HOUSE = Path(flatshift.__file__).parent
 _OWN = str(Path(__file__).resolve())
 
 _SIZED = frozenset({"nonzero", "masked_select", "unique2", "_unique2", "unique_dim", "unique_consecutive", "bincount"})
@@ -117,7 +116,7 @@ def place() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_ROOMS) and name != _OWN:
+        if name.startswith(f"{_HOUSE}/") and name != _OWN:
             return f"{Path(name).relative_to(_HOUSE)}:{frame.f_lineno}"
         frame = frame.f_back
     return "outside of our packages"

@@ -49,11 +49,11 @@ _PUBLIC = {
     "compare": "flatshift.api",
     "evaluate_run": "flatshift.experiments.workflows.evaluate",
     "build_report": "flatshift.experiments.report",
-    "sinkhorn_potentials": "selection",
-    "GotDSelector": "selection",
-    "TfIdfEmbedder": "selection",
-    "Pool": "selection",
-    "GGPO": "regularizers",
+    "sinkhorn_potentials": "flatshift.selection",
+    "GotDSelector": "flatshift.selection",
+    "TfIdfEmbedder": "flatshift.selection",
+    "Pool": "flatshift.selection",
+    "GGPO": "flatshift.regularizers",
     "read_rows": "flatshift.finetune.data.rows",
 }
 __all__ = [*_PUBLIC, "__version__"]
@@ -64,10 +64,6 @@ if not TYPE_CHECKING:  # a type checker knows every name from above, and that th
     def __getattr__(name: str) -> Any:
         if name not in _PUBLIC:
             raise AttributeError(f"module 'flatshift' has no attribute {name!r}")
-        from flatshift.installation import foreign
-
-        if (told := foreign()) is not None:
-            raise ImportError(told)
         return getattr(importlib.import_module(_PUBLIC[name]), name)
 
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from flatshift import commands, installation
+from flatshift import commands
 
 _KEEPS = {"demo", "select", "train", "sweep", "compare"}
 """Commands that go on with what an earlier try left in their directory."""
@@ -127,18 +127,6 @@ def _end(message: str, code: int, *, patient: bool = False) -> int:
     return failure.speak(f"flatshift: {message}", code, patient=patient)
 
 
-def _examine(argv: Sequence[str]) -> None:
-    """What the doctor says where packages of ours are not: it needs only its own file."""
-    try:
-        from flatshift.experiments.workflows.doctor import doctor, render
-    except ImportError:
-        return
-    import json
-
-    found = doctor(installation.shadows())
-    print(json.dumps(found, indent=2) if "--json" in argv else render(found))
-
-
 def run(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises."""
     if not argv or argv[0] in ("-h", "--help", "help"):
@@ -155,10 +143,6 @@ def run(argv: Sequence[str]) -> int:
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(commands.SUMMARIES)}"
         return _fail(f"error: unknown command {name[:80]!a}; {hint}", 2)
 
-    if (foreign := installation.foreign()) is not None:
-        if name == "doctor":
-            _examine(argv)
-        return _fail(f"error: {foreign}", 2)
     from flatshift.finetune.errors import Interrupted, OutOfMemory, UserError, first_line, sentence
     from flatshift.regularizers.errors import RegularizerError
     from flatshift.selection.errors import SelectionError
@@ -198,8 +182,6 @@ def _unexpected(error: Exception) -> int:
 
 def _set_allocator() -> None:
     """Before anything imports torch; ranks and cells of a sweep inherit it."""
-    if installation.foreign() is not None:  # of which `run` tells
-        return
     from flatshift.finetune.compute.allocator import fixed_workspaces, growing_segments
 
     os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
@@ -209,8 +191,6 @@ def _heard(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """No command that a person waits for is silent for long."""
     name = argv[0] if argv else ""
     if name not in commands.SUMMARIES or name in _CONVERSING or {"--json", "--quiet"} & {*argv}:
-        return contextlib.nullcontext()
-    if installation.foreign() is not None:  # of which `run` tells
         return contextlib.nullcontext()
     from flatshift.experiments.run.console import never_silent
 

@@ -19,14 +19,16 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import house
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {"flatshift", "experiments", "finetune", "selection", "regularizers"}
+PACKAGES = {"flatshift"}
 MUST_HOLD = (
-    "finetune/backbones/flatshift-5m/model.safetensors",
-    "finetune/backbones/flatshift-encoder-3m/model.safetensors",
-    "finetune/backbones/flatshift-t5-3m/model.safetensors",
-    "finetune/samples/pool.jsonl.xz",
-    "experiments/recipes/warmup.yaml",
+    "flatshift/finetune/backbones/flatshift-5m/model.safetensors",
+    "flatshift/finetune/backbones/flatshift-encoder-3m/model.safetensors",
+    "flatshift/finetune/backbones/flatshift-t5-3m/model.safetensors",
+    "flatshift/finetune/samples/pool.jsonl.xz",
+    "flatshift/experiments/recipes/warmup.yaml",
     "flatshift/py.typed",
 )
 
@@ -43,7 +45,7 @@ def main() -> None:
         smoke(python, folder)
         if "--demo" in sys.argv[1:]:
             subprocess.run([python.parent / "flatshift", "demo", "--out", "shown"], check=True, cwd=folder)
-        overwritten(python, folder)
+        namesakes(python, folder)
     minimal_dependencies()
     print("wheel: built, installed elsewhere, smoke-run; core dependencies suffice for every module")
 
@@ -119,29 +121,17 @@ def smoke(python: Path, folder: Path) -> None:
         raise SystemExit("the installed wheel did not select 20 records")
 
 
-def overwritten(python: Path, folder: Path) -> None:
-    """Another distribution writes over `finetune`, as the one of that name on PyPI does: every way in says so."""
-    about = subprocess.run(
-        [python, "-c", "from flatshift import finetune; print(finetune.__path__[0])"], cwd=folder, **_TEXT
-    ).stdout
-    package = Path(about.strip())
-    other = package.parent / "finetune-0.10.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: finetune\nVersion: 0.10.0\n", encoding="utf-8")
-    (other / "RECORD").write_text("finetune/__init__.py,,\nfinetune/config.py,,\n", encoding="utf-8")
-    (package / "config.py").write_text("import tensorflow\n", encoding="utf-8")
-    command = python.parent / "flatshift"
-    for arguments, code in (["recipes", "list"], 2), (["doctor"], 2):
-        done = subprocess.run([command, *arguments], cwd=folder, capture_output=True, text=True)
-        if done.returncode != code or "pip uninstall finetune" not in done.stderr or "Traceback" in done.stderr:
-            raise SystemExit(f"`flatshift {arguments[0]}` beside another `finetune`: {done.returncode} {done.stderr}")
-    if "finetune" not in done.stdout or "one over the other" not in done.stdout:
-        raise SystemExit(f"the doctor does not see another `finetune`: {done.stdout}")
-    done = subprocess.run(
-        [python, "-c", "import flatshift; flatshift.train"], cwd=folder, capture_output=True, text=True
-    )
-    if "ImportError: another package was installed over" not in done.stderr:
-        raise SystemExit(f"`import flatshift` beside another `finetune`: {done.stderr}")
+def namesakes(python: Path, folder: Path) -> None:
+    """Other distributions and the user's own files carry the names of our rooms: nothing of theirs is imported."""
+    asked = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
+    site = Path(subprocess.run(asked, **_TEXT).stdout.strip())
+    for name in ("finetune", "experiments", "selection", "regularizers"):
+        (site / f"{name}.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+    code = "import flatshift; flatshift.train; from flatshift.regularizers import GGPO"
+    for command in ([python.parent / "flatshift", "recipes", "list"], [python, "-c", code]):
+        subprocess.run(command, check=True, cwd=folder, stdout=subprocess.DEVNULL)
 
 
 def minimal_dependencies() -> None:
@@ -165,12 +155,7 @@ def minimal_dependencies() -> None:
         for top, owners in importlib.metadata.packages_distributions().items()
         if not {owner.lower().replace("_", "-") for owner in owners} & allowed
     )
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for package in sorted(PACKAGES)
-        for path in sorted((ROOT / package).rglob("*.py"))
-        if path.name != "__main__.py"
-    ]
+    modules = [name for name in house.modules(ROOT) if not name.endswith("__main__")]
     code = (
         "import importlib, sys\n"
         f"for name in {blocked!r}: sys.modules[name] = None\n"

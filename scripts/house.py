@@ -21,11 +21,11 @@ ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Every product module by its dotted name; a package is its `__init__`."""
+    """Every product module by its dotted name, the rooms within `flatshift`; a package is its `__init__`."""
     found = {}
     for room in ROOMS:
         for file in sorted((root / room).rglob("*.py")):
-            parts = file.relative_to(root).with_suffix("").parts
+            parts = ("flatshift", *file.relative_to(root).with_suffix("").parts)[room == "flatshift" :]
             found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
     return found
 

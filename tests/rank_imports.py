@@ -25,7 +25,7 @@ __all__ = [
     "LlamaForCausalLM",
     "T5ForConditionalGeneration",
     "Trainer",
-    "finetune",
+    "flatshift",
     "peft",
     "regularizers",
     "torch",

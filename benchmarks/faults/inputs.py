@@ -220,7 +220,7 @@ def _import_everything() -> None:
     import transformers
 
     torch.set_num_threads(1)
-    for package in ("selection", "regularizers", "finetune", "experiments", "flatshift"):
+    for package in ("flatshift",):
         home = importlib.import_module(package)
         for module in pkgutil.walk_packages(home.__path__, f"{package}."):
             if not module.name.endswith("__main__"):

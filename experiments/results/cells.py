@@ -90,7 +90,7 @@ def read_marker(out: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- which code made them
 
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).parents[2]  # not resolved: in a checkout the rooms are links
 _PACKAGES = ("experiments", "finetune", "regularizers", "selection")
 _SHOWS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")
 """What reads and shows results: no figure of a sweep comes from there."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 DISTRIBUTION = "flatshift"
-HOME = Path(__file__).resolve().parents[2]
+HOME = Path(__file__).parents[3]
 EXTRAS = {
     "zstd": "read .zst input",
     "remote": "read input from s3:// and https://",
@@ -37,14 +37,14 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def doctor(shadows: tuple[Findings, Findings], *, deep: bool = False) -> dict[str, Any]:
+def doctor(*, deep: bool = False) -> dict[str, Any]:
     """Look at the environment; `deep` also imports torch and lists its devices.
 
-    shadows: problems and notes on packages of other origin under our import names (`flatshift.installation.shadows`).
     Returns a JSON-ready dict. `ok` is False if `problems` is not empty: then something will not work. Each problem and
     each note is `{"what", "fix"}`, and `fix` may be empty for a note. Sizes are bytes.
     """
-    problems, notes = list(shadows[0]), list(shadows[1])
+    problems: Findings = []
+    notes: Findings = []
     versions, extras = check_versions(problems, notes)
     disk = shutil.disk_usage(Path.cwd())
     if disk.free < LITTLE_DISK:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-OURS = ("experiments", "finetune", "flatshift", "regularizers", "selection")
+OURS = ("flatshift",)
 
 
 def main(directory: str) -> None:

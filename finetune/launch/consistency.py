@@ -26,7 +26,7 @@ from .rendezvous import JOIN_SECONDS, Silent, reach_board
 if TYPE_CHECKING:
     from ..parallel.mesh import World
 
-_PACKAGES = ("flatshift", "experiments", "finetune", "selection", "regularizers")
+_ROOMS = ("", "experiments", "finetune", "selection", "regularizers")
 _TRIES = 100
 _LIBRARIES = ("torch", "transformers", "peft", "safetensors")
 
@@ -139,12 +139,11 @@ def _dated(parent: Path, name: str) -> list[Path]:
 
 def source_digest() -> str:
     """SHA-256 over the path and content of every module of this distribution."""
-    root = Path(__file__).resolve().parent.parent.parent
+    root = Path(__file__).parents[2]  # not resolved: in a checkout the rooms are links
     digest = hashlib.sha256()
-    for package in _PACKAGES:
-        for file in sorted((root / package).rglob("*.py")):
-            digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
-            digest.update(file.read_bytes())
+    for file in sorted({file for room in _ROOMS for file in (root / room).rglob("*.py")}):
+        digest.update(f"{file.relative_to(root).as_posix()}\0".encode())
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

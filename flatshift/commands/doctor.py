@@ -10,7 +10,7 @@ from flatshift.command_line import parse
 
 @dataclass(frozen=True)
 class Flags:
-    """Environment, versions, devices, shadowed names, what is missing and how to get it."""
+    """Environment, versions, devices, what is missing and how to get it."""
 
     deep: bool = False
     """Import torch as well and list its devices."""
@@ -22,8 +22,7 @@ def run(argv: list[str]) -> int:
     """`flatshift doctor`."""
     flags: Flags = parse(Flags, "doctor", argv)
     from flatshift.experiments.workflows.doctor import doctor, render
-    from flatshift.installation import shadows
 
-    result = doctor(shadows(), deep=flags.deep)
+    result = doctor(deep=flags.deep)
     print(json.dumps(result, indent=2, ensure_ascii=False) if flags.json else render(result))
     return 0 if result["ok"] else 1

@@ -117,8 +117,9 @@ def test_answers_steer_no_terminal(monkeypatch, capsys) -> None:
     record = {"id": EVIL, "prompt": EVIL, "text": EVIL, "tokens": 1, "ended": True}
     for count in (1, 2):
         monkeypatch.setattr(
-            "flatshift.experiments.workflows.generate.generate_from_run", lambda *_, **__: [record] * count
-        )  # noqa: B023
+            "flatshift.experiments.workflows.generate.generate_from_run",
+            lambda *_, **__: [record] * count,  # noqa: B023
+        )
         assert run(["generate", "any", "--prompt", "a"]) == 0
         told = capsys.readouterr()
         assert SHOWN in told.out and not STEERS.search(told.out)

@@ -128,19 +128,3 @@ def test_a_mesh_that_cannot_be_is_one_sentence(tmp_path: Path, words: list[str],
     error = [line for line in done.stderr.splitlines() if "error" in line]
     assert len(error) == 1 and message in error[0] and "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-def test_what_lies_in_the_users_directory_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by the command as a module, nor by its ranks, nor by the workers of a study."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("finetune", "random", "regularizers", "selection", "json"):
-        Path(f"{name}.py").write_text("raise SystemExit('what the user wrote runs')\n")
-    Path("experiments").mkdir()
-    Path("experiments/__init__.py").write_text("raise SystemExit('what the user wrote runs')\n")
-    small = flags(SMALL | {"train.steps": 2, "train.eval_every": 0, "train.save_every": 0, "eval.cold": 0})
-    flatshift("train", "classify", "--out", "run", *small, "--mesh.dp", "2")
-    assert (tmp_path / "run" / "eval.json").is_file()
-    words = ["sweep", "classify", "--out", "sweep", *small, "--grid", "adapter.rank=1,2"]
-    flatshift(*words, "--seeds", "1", "--jobs", "1", "--stack", "1")
-    results = [json.loads(file.read_text())["status"] for file in (tmp_path / "sweep" / "cells").glob("*/result.json")]
-    assert results == ["done", "done"]

@@ -62,4 +62,7 @@ def test_lazy_imports_count_and_those_of_types_do_not(tmp_path: Path) -> None:
     (tmp_path / "selection" / "one.py").write_text("def f():\n    from .two import g\n")
     (tmp_path / "selection" / "two.py").write_text("if TYPE_CHECKING:\n    from .one import f\ng = 1\n")
     known = house.modules(tmp_path)
-    assert house.imports(known) == {"selection.one": {"selection.two"}, "selection.two": set()}
+    assert house.imports(known) == {
+        "flatshift.selection.one": {"flatshift.selection.two"},
+        "flatshift.selection.two": set(),
+    }

@@ -14,13 +14,12 @@ from packaging.requirements import Requirement
 from flatshift.experiments.workflows import doctor as module
 from flatshift.experiments.workflows.doctor import doctor, render
 
-NONE: tuple[list[dict[str, str]], list[dict[str, str]]] = ([], [])
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_this_environment_is_described_without_torch() -> None:
     code = (
-        "import sys, json; from flatshift.experiments.workflows.doctor import doctor; result = doctor(([], []));"
+        "import sys, json; from flatshift.experiments.workflows.doctor import doctor; result = doctor();"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules; print(json.dumps(result))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -40,15 +39,15 @@ def test_the_token_cache_is_sized(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         (tmp_path / name).mkdir()
         (tmp_path / name / "about.json").write_bytes(b" " * size)
     monkeypatch.setenv("FLATSHIFT_CACHE", str(tmp_path))
-    result = doctor(NONE)
+    result = doctor()
     assert (result["cache"]["entries"], result["cache"]["bytes"]) == (2, 3500)
     assert f"2 inputs kept, 0.0 GiB of at most 20.0 GiB, in {tmp_path}" in render(result)
     monkeypatch.setenv("FLATSHIFT_CACHE_GIB", "lots")
-    assert any("'lots' is not a size in GiB" in problem["what"] for problem in doctor(NONE)["problems"])
+    assert any("'lots' is not a size in GiB" in problem["what"] for problem in doctor()["problems"])
 
 
 def test_deep_lists_devices_and_text_names_them() -> None:
-    result = doctor(NONE, deep=True)
+    result = doctor(deep=True)
     assert result["devices"]["torch"] == importlib.metadata.version("torch")
     text = render(result)
     assert "devices: cpu (" in text
@@ -72,7 +71,7 @@ def test_core_requirements_are_those_of_pyproject() -> None:
 )
 def test_unmet_requirement_is_a_problem(monkeypatch: pytest.MonkeyPatch, wanted: str, what: str, fix: str) -> None:
     monkeypatch.setattr(module, "requirements", lambda: [Requirement(wanted)])
-    result = doctor(NONE)
+    result = doctor()
     assert not result["ok"]
     (problem,) = result["problems"]
     assert what in problem["what"] and problem["fix"] == fix
@@ -83,7 +82,7 @@ def test_unmet_requirement_is_a_problem(monkeypatch: pytest.MonkeyPatch, wanted:
 def test_missing_extra_is_no_problem_but_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [Requirement('no-such-distribution-x>=1; extra == "zstd"'), Requirement('numpy; extra == "hf"')]
     monkeypatch.setattr(module, "requirements", lambda: wanted)
-    result = doctor(NONE)
+    result = doctor()
     assert result["ok"] and result["versions"] == {}
     assert not result["extras"]["zstd"]["installed"] and result["extras"]["hf"]["installed"]
     assert "missing: pip install 'flatshift[zstd]'" in render(result)
@@ -109,10 +108,3 @@ def test_cpu_instructions_come_from_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / "cpuinfo").write_text("model name\t: Old\nflags\t\t: fpu sse2\n")
     found = module.cpu()
     assert (found["bf16"], found["amx"]) == (False, False)
-
-
-def test_what_the_front_door_found_of_other_packages_is_told() -> None:
-    problem = {"what": "`import finetune` finds another", "fix": "uninstall it"}
-    result = doctor(([problem], [{"what": "a note", "fix": ""}]))
-    assert not result["ok"] and problem in result["problems"] and NONE == ([], [])
-    assert "problem: `import finetune` finds another\n         fix: uninstall it\nnote: a note" in render(result)

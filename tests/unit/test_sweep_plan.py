@@ -217,7 +217,8 @@ def test_a_thousand_points_are_planned_with_little_work_each() -> None:
 
 def test_import_leaves_the_thread_pools_alone() -> None:
     """A worker sets its share of the cores after this import and before BLAS is loaded."""
-    code = "import sys, flatshift.experiments.studies.queue; sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
+    code = "import sys, flatshift.experiments.studies.queue; "
+    code += "sys.exit(bool({'numpy', 'torch', 'pyarrow'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

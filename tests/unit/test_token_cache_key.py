@@ -42,7 +42,7 @@ APART = {
 
 def imported(file: Path) -> set[str]:
     """Our own modules that a file imports, anywhere in it."""
-    parts = file.relative_to(ROOT).with_suffix("").parts
+    parts = ("flatshift", *file.relative_to(ROOT).with_suffix("").parts)
     package = parts[:-1]
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -56,9 +56,10 @@ def imported(file: Path) -> set[str]:
 
 
 def source(name: str) -> Path | None:
-    if name.partition(".")[0] not in ("finetune", "experiments"):
+    top, _, rest = name.partition(".")
+    if top != "flatshift" or rest.partition(".")[0] not in ("finetune", "experiments"):
         return None
-    plain = ROOT.joinpath(*name.split("."))
+    plain = ROOT.joinpath(*rest.split("."))
     return next((file for file in (plain.with_suffix(".py"), plain / "__init__.py") if file.is_file()), None)
 
 
