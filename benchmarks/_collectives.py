@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatshift.finetune.parallel.mesh import AXES, World
+from flatshift.finetune.parallel.mesh import AXES, ProcessMesh
 
 SCALARS = "scalars"
 _SMALL = 64
@@ -43,7 +43,7 @@ _SILENT = ("recv", "wait_tensor", "wrap_tensor", "barrier", "monitored_barrier")
 class Collectives(TorchDispatchMode):
     """See the module's text; counts of this rank while it is entered."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessMesh) -> None:
         super().__init__()
         self._world = world
         self._axes: dict[str, str] = {}

@@ -27,7 +27,7 @@ from flatshift.finetune.models.backbone import quiet_transformers
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.layout import local
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.rules import Settings, check_settings
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.seeds import torch_generator
@@ -210,11 +210,11 @@ def alive(name: str, value: Tensor) -> Tensor:
 
 def write_start(model: str, backbone: Path, directory: Path) -> None:
     """The adapter that every run begins with, as PEFT keeps it."""
-    engine = _engine(Subject(model, "plain"), ALONE, Mesh(), World.alone(), backbone)
+    engine = _engine(Subject(model, "plain"), ALONE, Mesh(), ProcessMesh.alone(), backbone)
     engine.save_adapter(directory)
 
 
-def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: World, backbone: Path) -> Engine:
+def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, backbone: Path) -> Engine:
     task, train = subject.task(packed=layout.packed), layout.train()
     check_settings(Settings(mesh, train, ADAPTER, task))
     engine = build_engine(
@@ -234,7 +234,9 @@ def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: World, backbone
 # --------------------------------------------------------------------------------------------- one training run
 
 
-def run(subject: Subject, layout: Layout, *, backbone: Path, folder: Path, worlds: Callable[[Mesh], World]) -> Course:
+def run(
+    subject: Subject, layout: Layout, *, backbone: Path, folder: Path, worlds: Callable[[Mesh], ProcessMesh]
+) -> Course:
     """Train `subject` as `layout` says. Collective where there are more ranks than one.
 
     Args:
@@ -245,7 +247,7 @@ def run(subject: Subject, layout: Layout, *, backbone: Path, folder: Path, world
     meshes = (layout.mesh, *layout.others)
     for number, mesh in enumerate(meshes):
         stop = None if number + 1 == len(meshes) else (number + 1) * layout.stop
-        world = World.alone() if mesh.size == 1 else worlds(mesh)
+        world = ProcessMesh.alone() if mesh.size == 1 else worlds(mesh)
         if world.size > 1 or not dist.is_initialized() or dist.get_rank() == 0:
             begins = number == 0
             _stage(subject, layout, mesh, world, course, backbone=backbone, folder=folder, begins=begins, stop=stop)
@@ -258,7 +260,7 @@ def _stage(
     subject: Subject,
     layout: Layout,
     mesh: Mesh,
-    world: World,
+    world: ProcessMesh,
     course: Course,
     *,
     backbone: Path,

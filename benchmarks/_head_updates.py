@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
-from flatshift.experiments.workflows.build import lay_out
-from flatshift.finetune.data.inference import Inference
+from flatshift.experiments.workflows.build import load_model
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.regularizers import Plain, RegularizerConfig, build
 
 
@@ -63,7 +63,7 @@ def head(recipe_name: str, rank: int, seed: int) -> Head:
     settings = {"adapter.rank": rank, "train.seed": seed}
     recipe = load_recipe(recipe_name, [from_override(key, str(value)) for key, value in settings.items()]).recipe
     prepared = prepare(recipe)
-    engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names)
+    engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names)
     engine.model.eval()
     layer = next(module for name, module in engine.model.named_modules() if name.endswith(".classifier"))
 
@@ -72,7 +72,7 @@ def head(recipe_name: str, rank: int, seed: int) -> Head:
         order: list[int] = []
         hook = layer.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0].detach()))
         with torch.no_grad():
-            for micro in Inference(100, int(tokenizer.pad_token_id or 0)).batches(examples, recipe.task):
+            for micro in EvalBatching(100, int(tokenizer.pad_token_id or 0)).batches(examples, recipe.task):
                 engine.model(**micro.to(engine.device).inputs)
                 order += [row[0] for row in micro.rows]
         hook.remove()

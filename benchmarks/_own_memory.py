@@ -161,13 +161,13 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
     from flatshift.finetune.config import Optimizer
     from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel
     from flatshift.finetune.train.optimizer import AdapterOptimizer
 
     mesh, adapter, train = settings(case)
     task, device = LanguageModel(pack=False), torch.device("cpu")
-    world = World.of(mesh, device) if case.mesh else World.alone(device)
+    world = ProcessMesh.of(mesh, device) if case.mesh else ProcessMesh.alone(device)
     engine = build_engine(backbone, task=task, adapter=adapter, train=train, mesh=mesh, world=world)
     optimizer = AdapterOptimizer(engine.parameters, Optimizer())
     engine.model.train()
@@ -185,7 +185,10 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
 
     def update(step: int) -> None:
         batch = [micro(step, number) for number in range(pieces)]
-        with without_input_casts(engine.model, train), attention.known(engine.model, device):  # as the loop does
+        with (
+            without_input_casts(engine.model, train),
+            attention.packed_attention(engine.model, device),
+        ):  # as the loop does
             if not head:
                 with autocast(train, device):
                     head.append(engine.find_head(batch[0].inputs, task=task))

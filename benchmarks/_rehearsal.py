@@ -30,7 +30,7 @@ from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.stacked.together import CellEngine
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
@@ -198,7 +198,7 @@ def rehearse(
             return False
 
         train_stage(
-            CellEngine(model.to(on), World.alone(on)),
+            CellEngine(model.to(on), ProcessMesh.alone(on)),
             _Pad(),  # type: ignore[arg-type]
             TrainingStage(
                 name="rehearsal",

@@ -53,7 +53,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
     from flatshift.finetune.data.batches import Batches
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.run_directory import RunDirectory
     from flatshift.finetune.tasks import LanguageModel
     from flatshift.finetune.train.loop import TrainingStage, train_stage
@@ -62,7 +62,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     class Order(Collectives):
         """The collectives one after another."""
 
-        def __init__(self, world: World) -> None:
+        def __init__(self, world: ProcessMesh) -> None:
             super().__init__(world)
             self.order: list[str] = []
 
@@ -74,7 +74,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     try:
         layout, task = Mesh(**mesh), LanguageModel(pack=False)
-        world = World.of(layout, torch.device("cpu"))
+        world = ProcessMesh.of(layout, torch.device("cpu"))
         share = world.index("replicate", "dp"), world.width("replicate", "dp")
         train = Train(steps=steps, batch_size=share[1], max_length=SIZES.tokens, save_every=0, precision="fp32")
         with rehearsed(CUDA, on="cpu"):  # what FSDP2 gathers ahead is settled there

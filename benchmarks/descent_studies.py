@@ -33,7 +33,7 @@ from flatshift.experiments.results.analysis import Judged, compared, judge
 from flatshift.experiments.results.cells import FORMAT, MARKER
 from flatshift.experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
 from flatshift.experiments.results.table import SweepTable
-from flatshift.experiments.statistics.beside import Beside
+from flatshift.experiments.statistics.beside import CurveComparison
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.intervals import Interval
 from flatshift.experiments.studies.sweep import sweep
@@ -53,7 +53,7 @@ class Found:
     study: Study
     data: SweepData
     judged: list[Judged] = field(default_factory=list)
-    beside: list[tuple[dict[str, Any], Any, Beside, Curve]] = field(default_factory=list)
+    beside: list[tuple[dict[str, Any], Any, CurveComparison, Curve]] = field(default_factory=list)
     """(setting, the base's level, how it lies beside the base, its curve)."""
     missing: list[tuple[str, str]] = field(default_factory=list)
     """(curve, why nothing is said of it): runs that diverged, or seeds that have not run."""

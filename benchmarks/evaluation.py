@@ -217,7 +217,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
     from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.config import Columns
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.evaluate import candidates
     from flatshift.finetune.models.backbone import open_backbone
@@ -228,7 +228,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
     rows = list(read_rows([sample("snli/test", folder)], required=asked.prompt.columns()))
     source, tokenizer = read_shots(asked, Columns()), open_backbone(BACKBONE).tokenizer
     model = load_backbone(BACKBONE, task=LanguageModel())
-    inference = Inference.of(tokenizer, batch_size=32)
+    inference = EvalBatching.of(tokenizer, batch_size=32)
     found: dict[str, Any] = {}
 
     def rank(name: str, able: Any) -> None:

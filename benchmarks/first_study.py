@@ -26,7 +26,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies import run_cells
-from flatshift.experiments.studies.devices import Places
+from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.studies.warmups import ARMS, Arm, arm_cell, result_of, study
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
@@ -146,7 +146,7 @@ def tune(
         for arm in arms
         for pair in trials.of(arm)
     }
-    run_cells(out, list(cells.values()), Places(jobs), console, label="tune")
+    run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label="tune")
     settings, tuned = {}, {}
     for arm in arms:
         losses = {pair: result_of(out, cells[arm, pair])["metrics"]["dev"]["loss"]["value"] for pair in trials.of(arm)}

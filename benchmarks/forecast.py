@@ -29,7 +29,7 @@ from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.statistics.kernel import carried_on, soonest
+from flatshift.experiments.statistics.kernel import extrapolate, soonest
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.workflows.forecast import Axes, forecast_rows
 from flatshift.finetune.atomic import write_json, write_text
@@ -170,7 +170,7 @@ def judge(bench: Benchmark, name: str, found: dict[str, tuple[dict[str, Any], di
             for noise in NOISES:
                 along = [f"{rank:g}|{rows:g}|{noise:g}" for rows in ROWS]
                 curves = np.array([forecast["error"][key] for key in along]).T
-                change = carried_on(ROWS[:-1], curves[:, :-1], ROWS[-1] - ROWS[-2])
+                change = extrapolate(ROWS[:-1], curves[:, :-1], ROWS[-1] - ROWS[-2])
                 wanted = real[along[-1]] - real[along[-2]]
                 held.append(change.low is not None and change.high is not None and change.low <= wanted <= change.high)
     bench.row(

@@ -20,7 +20,7 @@ from benchmarks._harness import Benchmark, cpu_clock, in_child, rows_by_group
 from flatshift.finetune.compute.process_memory import process_bytes
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.parallel.pipeline.plan import bubble
-from flatshift.finetune.planner.calibration import Slack, process_slack
+from flatshift.finetune.planner.calibration import MemoryOverhead, process_slack
 from flatshift.finetune.planner.cluster import read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, Work, seconds
 
@@ -260,7 +260,7 @@ def sharded(bench: Benchmark) -> None:
 
 
 @functools.cache
-def _slack() -> Slack | None:
+def _slack() -> MemoryOverhead | None:
     return process_slack()
 
 

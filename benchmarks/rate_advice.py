@@ -36,11 +36,11 @@ from flatshift.experiments.recipe import Resolved, from_override, load_recipe
 from flatshift.experiments.studies.compare.plan import Plan
 from flatshift.experiments.studies.compare.tuning import Setting
 from flatshift.experiments.studies.warmups import Arm
-from flatshift.experiments.workflows.build import lay_out
-from flatshift.experiments.workflows.initial_adapter import beginning
+from flatshift.experiments.workflows.build import load_model
+from flatshift.experiments.workflows.initial_adapter import initial_adapter
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import limit_rows
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.planner.capacity import Capacity, bits_each
@@ -152,8 +152,8 @@ def start(resolved: Resolved) -> dict[str, float]:
     prepared, task = prepare(recipe), recipe.task
     seed = derive(recipe.train.seed, FINE_TUNE)
     with tempfile.TemporaryDirectory() as folder:
-        begins = beginning(Path(folder), recipe, task, prepared, lambda: open_backbone(recipe.backbone).tokenizer)
-        engine, tokenizer = lay_out(recipe, task, prepared.label_names, beginning=begins)
+        begins = initial_adapter(Path(folder), recipe, task, prepared, lambda: open_backbone(recipe.backbone).tokenizer)
+        engine, tokenizer = load_model(recipe, task, prepared.label_names, beginning=begins)
     model, parameters = engine.model, engine.parameters
     batches = batches_ahead(recipe, prepared.train, prepared.mixture, seed=seed)
     first = [mean_loss(model, batches.at(i), task=task) for i in range(FIRST)]
@@ -162,7 +162,7 @@ def start(resolved: Resolved) -> dict[str, float]:
     pad = int(tokenizer.pad_token_id)
     found = preconditioned_sharpness(
         model,
-        mean_loss(model, list(Inference(16, pad).batches(rows, task)), task=task),
+        mean_loss(model, list(EvalBatching(16, pad).batches(rows, task)), task=task),
         parameters=parameters,
         preconditioner=optimizer.first_preconditioner(mean_squares(model, first, parameters=parameters)),
         seed=derive(seed, "record", "sharpness"),
@@ -220,7 +220,7 @@ def capacities(study: Study, data: Path, settings: Sequence[Fitted]) -> list[flo
     """Bits that the adapter could hold ÷ bits of the labels, at each setting."""
     recipe = of_descent(study, data, {}).recipe
     prepared = prepare(recipe)
-    engine, _ = lay_out(recipe, recipe.task, prepared.label_names)
+    engine, _ = load_model(recipe, recipe.task, prepared.label_names)
     each = bits_each(recipe.task, len(prepared.label_names or ()))
     assert each is not None
     base = Capacity.of(engine.parameters, rank=recipe.adapter.rank, labels=1, each=each, counted="examples")

@@ -114,7 +114,7 @@ def solve(rows: int, folder: Path) -> None:
         "digests": [hashlib.sha256(found.scores[i : i + BLOCK]).hexdigest() for i in range(0, high - low, BLOCK)],
     }
     (folder / f"{world.rank}.json").write_text(json.dumps(told), encoding="utf-8")
-    spawn.leave(world)
+    spawn.destroy_process_group(world)
 
 
 def measure(rows: int, processes: int) -> dict[str, Any]:

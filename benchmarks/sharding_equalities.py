@@ -45,7 +45,7 @@ from benchmarks._equalities_peers import NATIVE, natively, plainly
 from benchmarks._harness import Benchmark
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 
 BARS = {"loss": 3e-5, "gradients": 1e-5}
 FALL = 2 / 3
@@ -150,14 +150,14 @@ def read_reference(folder: Path, subject: Subject, layout: Layout) -> Course:
 # --------------------------------------------------------------------------------------------- cells
 
 
-_WORLDS: dict[tuple[int, ...], World] = {}
+_WORLDS: dict[tuple[int, ...], ProcessMesh] = {}
 
 
-def world_of(mesh: Mesh) -> World:
+def world_of(mesh: Mesh) -> ProcessMesh:
     """This rank's place; a mesh of the same shape is made only once, for each has its process groups."""
     shape = (mesh.pp, mesh.replicate, mesh.dp, mesh.cp, mesh.tp)
     if shape not in _WORLDS:
-        _WORLDS[shape] = World.of(mesh, torch.device("cpu"))
+        _WORLDS[shape] = ProcessMesh.of(mesh, torch.device("cpu"))
     return _WORLDS[shape]
 
 

@@ -102,12 +102,12 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
     from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
     from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel
     from flatshift.finetune.train.optimizer import AdapterOptimizer
 
     layout, task = Mesh(**mesh), LanguageModel(pack=False)
-    world = World.of(layout, torch.device("cpu")) if mesh else World.alone()
+    world = ProcessMesh.of(layout, torch.device("cpu")) if mesh else ProcessMesh.alone()
     train = Train(max_length=sizes.tokens, batch_size=sizes.rows * world.width("replicate", "dp"), precision=precision)
     engine = build_engine(backbone, task=task, adapter=Adapter(rank=sizes.rank), train=train, mesh=layout, world=world)
     optimizer = AdapterOptimizer(engine.parameters, Optimizer())
@@ -178,11 +178,11 @@ def broadcast(tiny: str, big: str) -> dict[str, float]:
 
     from flatshift.finetune.config import Mesh
     from flatshift.finetune.parallel.fsdp import shard
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.parallel.weights import materialize
 
     mesh = Mesh(dp=dist.get_world_size())
-    world = World.of(mesh, torch.device("cpu"))
+    world = ProcessMesh.of(mesh, torch.device("cpu"))
 
     def load(folder: str, sizes: Sizes) -> Update:
         whole = {}

@@ -87,7 +87,7 @@ def ours(
     from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
     from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel
     from flatshift.finetune.train.optimizer import AdapterOptimizer
     from flatshift.regularizers import build
@@ -95,7 +95,7 @@ def ours(
 
     layout = Mesh(**mesh)
     device = torch.device("cpu")
-    world = World.of(layout, device) if layout.size > 1 else World.alone(device)
+    world = ProcessMesh.of(layout, device) if layout.size > 1 else ProcessMesh.alone(device)
     task = LanguageModel(pack=False)
     train = Train(max_length=TOKENS, batch_size=rows * layout.replicate * layout.dp)
     engine = build_engine(backbone, task=task, adapter=Adapter(rank=8), train=train, mesh=layout, world=world)

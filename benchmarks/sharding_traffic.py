@@ -133,13 +133,13 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
     from flatshift.finetune.data.micro_batch import MicroBatch
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel
     from flatshift.finetune.train.optimizer import AdapterOptimizer
     from flatshift.regularizers import GGPO, Plain, build
 
     s, layout, task = Sizes(**sizes), Mesh(**mesh), LanguageModel(pack=False)
-    world = World.of(layout, torch.device("cpu"))
+    world = ProcessMesh.of(layout, torch.device("cpu"))
     train = Train(
         max_length=s.tokens,
         batch_size=s.rows * world.width("replicate", "dp"),

@@ -32,7 +32,7 @@ def interval_text(figure: Mapping[str, Any], form: str) -> str:
     return f"{figure['value']:{form}} [{figure['low']:{form}}, {figure['high']:{form}}]"
 
 
-def beside_text(plan: Mapping[str, Any]) -> str:
+def predicted_vs_measured(plan: Mapping[str, Any]) -> str:
     """Predicted beside measured of a stage (`plan` of its done.json): `memory of updates 80.0 MiB predicted, 84.0 MiB
     measured (+5 %)`; empty where nothing was measured."""
     parts = []

@@ -38,7 +38,7 @@ _PATIENCE_S = 0.2
 
 
 @contextlib.contextmanager
-def owned(path: str | Path, *, instead: str = "name another --out") -> Iterator[None]:
+def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> Iterator[None]:
     """Be the only command at work on `path`, a file or directory that may not exist yet.
 
     Makes the directory that it lies in, and takes it away again if nothing came of it; removes what killed writes left
@@ -71,13 +71,13 @@ def owned(path: str | Path, *, instead: str = "name another --out") -> Iterator[
 
 
 @contextlib.contextmanager
-def scratch(prefix: str) -> Iterator[Path]:
+def temporary_directory(prefix: str) -> Iterator[Path]:
     """A new directory among the machine's temporary ones, gone at the end; removes those of killed processes first."""
     there = Path(tempfile.gettempdir())
     for left in there.glob(f"{prefix}*"):
         _remove_abandoned(left)
     folder = there / f"{prefix}{uuid.uuid4().hex}"
-    with owned(folder):  # held before it exists, so nobody finds it without an owner
+    with exclusive_lock(folder):  # held before it exists, so nobody finds it without an owner
         folder.mkdir(mode=0o700)
         try:
             yield folder

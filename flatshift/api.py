@@ -224,11 +224,11 @@ class Run:
         Raises UserError for a run that has none yet, or whose backbone changed.
         """
         from flatshift.experiments.data.splits import learnt
-        from flatshift.experiments.workflows.build import lay_out
+        from flatshift.experiments.workflows.build import load_model
         from flatshift.experiments.workflows.generate import alone, finished_recipe
 
         recipe = alone(finished_recipe(self.path))
-        engine, _ = lay_out(recipe, recipe.task, learnt(recipe, self.path)[0], adapter=self.path / "adapter")
+        engine, _ = load_model(recipe, recipe.task, learnt(recipe, self.path)[0], adapter=self.path / "adapter")
         return engine.peft.eval()
 
     def tokenizer(self) -> Any:

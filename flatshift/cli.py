@@ -124,7 +124,7 @@ def _end(message: str, code: int, *, patient: bool = False) -> int:
     """As `_fail`, but of several ranks only the first says it."""
     from flatshift.finetune.launch import failure
 
-    return failure.speak(f"flatshift: {message}", code, patient=patient)
+    return failure.report_failure(f"flatshift: {message}", code, patient=patient)
 
 
 def run(argv: Sequence[str]) -> int:

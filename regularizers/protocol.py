@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Figures:
+class MetricTensors:
     """Figures of a step whose numbers lie on the device until they are read, with those of other steps if need be."""
 
     values: Tensor
@@ -101,13 +101,13 @@ class Regularizer(ABC):
     def metrics(self) -> dict[str, float]:
         """Figures of the last step worth a line in the log; reading them may wait for the device."""
 
-    def figures(self) -> Figures:
+    def figures(self) -> MetricTensors:
         """The same without a wait, where a method can; of its own, so that later steps do not change it. Collective as
         `metrics` is."""
         from torch import empty
 
         found = self.metrics()
-        return Figures(empty(0), lambda values: found)
+        return MetricTensors(empty(0), lambda values: found)
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:

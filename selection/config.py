@@ -28,7 +28,7 @@ from flatshift.selection.methods.perplexity import Perplexity
 from flatshift.selection.methods.random import Random
 from flatshift.selection.methods.round_robin import RoundRobin
 from flatshift.selection.methods.tsds import TSDS
-from flatshift.selection.validation import Around, check
+from flatshift.selection.validation import SelectorContext, check
 
 if TYPE_CHECKING:
     from flatshift.selection.methods.base import Selector
@@ -74,7 +74,7 @@ class Domains:
         if isinstance(self.inside, GotD) and self.inside.rounds > 1:
             raise ValueError(f"inside cannot be gotd in {self.inside.rounds} rounds; set its rounds to 1")
 
-    def build(self, around: Around) -> DomainsSelector:
+    def build(self, around: SelectorContext) -> DomainsSelector:
         inside = self.inside.build(replace(around, budget=None))
         return DomainsSelector(budget=around.budget, shares=self.shares or None, inside=inside, seed=around.seed)
 
@@ -97,7 +97,7 @@ def build_selector(
         raise SelectionError(
             f"no selector for {type(method).__name__}; use one of the methods of flatshift.selection.config"
         )
-    return method.build(Around(seed=seed, budget=budget, measure=measure, device=device, state=state))
+    return method.build(SelectorContext(seed=seed, budget=budget, measure=measure, device=device, state=state))
 
 
 def ranking(method: Method) -> Method:

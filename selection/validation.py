@@ -89,7 +89,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Around:
+class SelectorContext:
     """What a selector is made with beside its settings.
 
     seed: for those that draw. budget: for those that shape their selection for one size (gotd in rounds, domains), and
@@ -104,7 +104,7 @@ class Around:
     state: str | None = None
 
 
-def made(selector: type[Made], settings: Any, around: Around, **more: Any) -> Made:
+def from_settings(selector: type[Made], settings: Any, around: SelectorContext, **more: Any) -> Made:
     """`selector` with each parameter that `more`, `settings` or `around` has a value for, by name."""
     known = {field.name: getattr(part, field.name) for part in (around, settings) for field in fields(part)} | more
     return selector(**{name: known[name] for name in signature(selector).parameters if name in known})

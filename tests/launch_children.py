@@ -34,7 +34,7 @@ def body(scenario: str, folder: Path, stall: float) -> int:
     world = spawn.join(Mesh(dp=3 if scenario == "product" else size, stall=stall), "cpu")
     facts = {"train.seed": str(rank // 2) if scenario == "recipe" else "0", "train.steps": "5"}
     consistency.require_agreement(world, facts)
-    with graceful_stop(lambda _: None) as stop, watchdog.hurried("update"):
+    with graceful_stop(lambda _: None) as stop, watchdog.progress_timeout("update"):
         for step in range(STEPS):
             flag = torch.tensor([float(stop())])
             dist.all_reduce(flag)
@@ -49,7 +49,7 @@ def body(scenario: str, folder: Path, stall: float) -> int:
                 break
             time.sleep(0.02)
     print(f"rank {rank} is done")
-    spawn.leave(world)
+    spawn.destroy_process_group(world)
     return 0
 
 

@@ -22,12 +22,12 @@ import numpy as np
 
 from flatshift.experiments.data.checks import RowChecks
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
-from flatshift.experiments.data.sources import choose, parts_of, sets_apart
+from flatshift.experiments.data.sources import choose, has_holdout, parts_of
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.finetune.assets import beside_weights
 from flatshift.finetune.cache_directory import cache_root
 from flatshift.finetune.data.columns import Examples, ExampleWriter
-from flatshift.finetune.data.encoding import Losses
+from flatshift.finetune.data.encoding import TruncationCounts
 from flatshift.finetune.data.files import expand
 from flatshift.finetune.data.formats import split_suffix
 from flatshift.finetune.data.labels import Units, classes_of, sort_labels
@@ -56,7 +56,7 @@ Routed = Iterable[tuple[Split, int, Row]]
 
 
 @dataclass
-class Made:
+class EncodedSplits:
     """Encoded splits, and what was lost on the way."""
 
     splits: dict[Split, Examples]
@@ -84,7 +84,7 @@ def encode_rows(
     parts: int = 1,
     what: str | None = None,
     checks: RowChecks | None = None,
-) -> Made:
+) -> EncodedSplits:
     """Encode routed rows, a chunk at a time, into columns.
 
     Arguments:
@@ -95,7 +95,7 @@ def encode_rows(
         checks: what looks at them.
     Raises:
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
-            a split or source is cut or left out for its length than the recipe allows (`Losses.refuse`).
+            a split or source is cut or left out for its length than the recipe allows (`TruncationCounts.refuse`).
     """
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -108,14 +108,14 @@ def encode_rows(
         "features": recipe.adapter.projector,
     }
     encoders: dict[tuple[Split, int], Any] = {}  # each counts its losses over all rows of a part
-    losses: dict[tuple[Split, int], Losses] = {}
+    losses: dict[tuple[Split, int], TruncationCounts] = {}
     writers: dict[Split, ExampleWriter] = {}
     for split in SPLITS:
         place = None if folder is None else folder / split
         if place is not None:
             place.mkdir()
         writers[split] = ExampleWriter(paths, place)
-    made = Made({}, [0] * parts)
+    made = EncodedSplits({}, [0] * parts)
     skipped: dict[Split, list[str]] = {}
     for split, part, chunk in _chunks(rows):
         if (split, part) not in encoders:
@@ -125,7 +125,7 @@ def encode_rows(
             own = task if split == "train" else task.lenient()
             encoders[split, part] = own.encoder(tokenizer, recipe.train.max_length, **settings)
         encoded = encoders[split, part].add(chunk)
-        losses.setdefault((split, part), Losses(_called(recipe, split, part, what))).add(encoded)
+        losses.setdefault((split, part), TruncationCounts(_called(recipe, split, part, what))).add(encoded)
         if checks is not None:
             checks.add(split, part, chunk, encoded, writers[split].rows, encoders[split, part])
         writers[split].add(encoded.examples)
@@ -221,7 +221,7 @@ def survey(recipe: Recipe) -> Survey:
     data, task = recipe.data, recipe.task
     parts = parts_of(data)
     wants_labels = task.has_classes and task.given_classes is None
-    keys = RowKeys() if sets_apart(data) else None
+    keys = RowKeys() if has_holdout(data) else None
     limits = any(part.limit is not None for split in SPLITS for part in parts[split])
     targets = array("d") if task.has_targets else None
     if not (wants_labels or keys is not None or limits or targets is not None):

@@ -79,7 +79,7 @@ class Part:
         require_rows([], files=self.files, what=what, skipped=skipped)
 
 
-def sets_apart(data: Data) -> bool:
+def has_holdout(data: Data) -> bool:
     """Whether `data.holdout` takes rows to judge by from the training rows."""
     return data.holdout > 0 and not (data.dev.files and data.test.files)
 
@@ -313,7 +313,7 @@ def padding_line(batches: Batches, train: Train) -> str:
 # --------------------------------------------------------------------------------------------------------------- epochs
 
 
-def in_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) -> Resolved:
+def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) -> Resolved:
     """`resolved` with `train.steps` in place of `train.epochs`, whose origin says epochs of how many rows; as it is
     where the recipe names no epochs.
 

@@ -12,7 +12,15 @@ from flatshift.experiments.data.checks import Finding, RowChecks, class_counts, 
 from flatshift.experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
 from flatshift.experiments.data.lengths import beyond_positions, check_answers
-from flatshift.experiments.data.sources import Part, check_classes, check_ends, choose, mixture_of, parts_of, sets_apart
+from flatshift.experiments.data.sources import (
+    Part,
+    check_classes,
+    check_ends,
+    choose,
+    has_holdout,
+    mixture_of,
+    parts_of,
+)
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.finetune.atomic import read_object
 from flatshift.finetune.config import Columns
@@ -90,7 +98,7 @@ def read_splits(recipe: Recipe) -> SplitRows:
     rows: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     counts: dict[Split, list[int]] = {split: [] for split in SPLITS}
     records = 0
-    keys = RowKeys() if sets_apart(data) else None
+    keys = RowKeys() if has_holdout(data) else None
     for split in SPLITS:
         for part in parts[split]:
             before = len(skipped)
@@ -139,7 +147,7 @@ def prepare(recipe: Recipe) -> Prepared:
     return _noted(_described(recipe, splits, found.about), found.notes)
 
 
-def borrowed_lines(recipe: Recipe) -> list[str]:
+def sample_split_warning(recipe: Recipe) -> list[str]:
     """A note where own training rows would be judged by rows of a shipped sample, which the recipe names."""
     data = recipe.data
     if not data.train.all_files or any(name.startswith(SAMPLE) for name in data.train.all_files):

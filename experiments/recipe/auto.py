@@ -27,7 +27,7 @@ from flatshift.finetune.planner.layouts import AXES
 PRECISION, BACKBONE = "precision", "backbone_precision"
 
 
-def settled(
+def resolve_auto(
     resolved: Resolved, *, say: Callable[[str], None] = lambda line: None, kept: Path | None = None
 ) -> Resolved:
     """`resolved` with `train.precision` and `train.backbone_precision` for the device at hand, and `task.template` for
@@ -67,7 +67,7 @@ def settled(
     return _with_template(_with(resolved, values), say)
 
 
-def readable(recipe: Recipe) -> Recipe:
+def resolve_device_precision(recipe: Recipe) -> Recipe:
     """`recipe` of a run that is only judged, on a device that may have another precision than it was trained in.
 
     An fp16 run is computed in float32 on a CPU. Says on stderr what changes, and where the run's own is slow here.
@@ -95,9 +95,9 @@ def settled_tree(
     say: Callable[[str], None] = lambda line: None,
     of: type[Recipe] = Recipe,
 ) -> Tree:
-    """The same for a recipe's tree that cells are to be made of; keyword arguments as in `settled`."""
+    """The same for a recipe's tree that cells are to be made of; keyword arguments as in `resolve_auto`."""
     resolved = resolve_tree(tree, (), name=name, of=of)
-    found = settled(resolved, say=say, kept=kept)
+    found = resolve_auto(resolved, say=say, kept=kept)
     if found is resolved:
         return tree
     for key in (PRECISION, BACKBONE):

@@ -111,7 +111,7 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
             base_path = _locate(base.value, path)
         except UserError as error:
             raise UserError(f"{base.where}: {error}") from None
-        tree = lay(_read(base_path, (*seen, path)), (tree,))
+        tree = apply_overrides(_read(base_path, (*seen, path)), (tree,))
     return tree
 
 
@@ -135,14 +135,14 @@ def recipe_tree(reference: str) -> Branch:
 def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
     """Lay overrides over a tree and build it, as `load_recipe`."""
     origins: Origins = {}
-    recipe = build(of, _on_own_rows(_on_vectors(lay(tree, overrides))), origins=origins)
+    recipe = build(of, _on_own_rows(_on_vectors(apply_overrides(tree, overrides))), origins=origins)
     if recipe.train.epochs is not None and "train.steps" in origins:
         raise UserError(
             f"{origins['train.epochs']}: train.epochs and train.steps ({origins['train.steps']}) both say how long to "
             "train; leave one of them out"
         )
     recipe, origins = _with_finished_selection(*_without_pieces(recipe, origins))
-    return Resolved(_anchored(recipe), name, origins)
+    return Resolved(_with_absolute_paths(recipe), name, origins)
 
 
 def _on_vectors(tree: Tree) -> Tree:
@@ -271,7 +271,7 @@ def _layer(origin: str) -> str:
     return "--" if origin.startswith("--") else origin.rpartition(":")[0] or origin
 
 
-def lay(tree: Tree, overrides: Sequence[Tree]) -> Tree:
+def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
     """`tree` with all of `overrides` laid over it, later ones on top.
 
     Where these say how long to train, by `train.steps` or by `train.epochs`, what `tree` says of it in the other way
@@ -299,7 +299,7 @@ def _train(tree: Tree) -> dict[str, Tree]:
     return {k: v for k, v in said.items() if not (k in _LENGTHS and isinstance(v, Leaf) and v.value is None)}
 
 
-def _anchored(recipe: Recipe) -> Recipe:
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
     """Make relative paths absolute, so that a run directory still finds its inputs from another working directory."""
     from flatshift.finetune.data.formats import HUB, SAMPLE
 

@@ -13,7 +13,7 @@ SIDE_BY_SIDE = "Side by side"
 
 
 @dataclass(frozen=True)
-class Tile:
+class KernelBlock:
     """A key figure: what it is, its value, its interval in words, and what to compare it with."""
 
     label: str
@@ -151,7 +151,7 @@ class Part:
 
     kind: str = ""
     findings: Sequence[str] = ()
-    tiles: Sequence[Tile] = ()
+    tiles: Sequence[KernelBlock] = ()
     sections: Sequence[Section] = ()
     facts: Sequence[tuple[str, str]] = ()
 
@@ -164,7 +164,7 @@ class Chapter:
     kind: str
     finding: str
     facts: Sequence[tuple[str, str]]
-    tiles: Sequence[Tile]
+    tiles: Sequence[KernelBlock]
     sections: Sequence[Section]
     slug: str = ""
     command: str = ""

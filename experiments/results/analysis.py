@@ -12,7 +12,7 @@ import numpy as np
 from flatshift.experiments.results.sweep import SweepData
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.results.traces import STEP
-from flatshift.experiments.statistics.beside import Beside, compare_curves
+from flatshift.experiments.statistics.beside import CurveComparison, compare_curves
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.emc import Crossing, crossing
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
@@ -158,7 +158,7 @@ def _items(table: SweepTable, test: str) -> int | None:
 
 def compared(
     table: SweepTable, axis: str, ours: Mapping[str, Any], base: Mapping[str, Any], *, test: str, epsilon: float = 0.1
-) -> tuple[Curve, Beside]:
+) -> tuple[Curve, CurveComparison]:
     """(the curve of the setting `ours`, how it lies beside that of `base`) along `axis`.
 
     At the seeds and values that both have, thinned as for a verdict. Raises UserError for an axis without order, fewer

@@ -23,7 +23,7 @@ from flatshift.experiments.results.table import SweepTable, Where, encode, float
 from flatshift.experiments.results.traces import STEP, late_traces
 from flatshift.finetune.digests import unsealed
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.metrics import METRICS, lack_of, metric_of
+from flatshift.finetune.evaluate.metrics import METRICS, loss_form, metric_of
 
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
 """Figures of a sweep that are computed from recorded ones."""
@@ -261,7 +261,7 @@ def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
 
     derived = {"accuracy": "error"}
     if metric is not None and metric not in METRICS:
-        derived[next(name for name in METRICS if lack_of(name) == metric)] = metric
+        derived[next(name for name in METRICS if loss_form(name) == metric)] = metric
     for split, (whole, lack) in itertools.product(SPLITS, derived.items()):
         name = f"{split}.{lack}"
         if f"{split}.{whole}" not in table.column_names:
@@ -437,7 +437,7 @@ def declared_level(plan: dict[str, Any]) -> float:
 def declared_metric(plan: dict[str, Any]) -> str | None:
     """What the plan asked to be judged by, as the figure that falls as it gets better; None: what there is."""
     found = plan.get("metric")
-    return lack_of(found) if isinstance(found, str) and found in METRICS else None
+    return loss_form(found) if isinstance(found, str) and found in METRICS else None
 
 
 def _epsilon(found: Any) -> float | None:

@@ -89,7 +89,7 @@ class SampleGradients:
         """(n, width) float32, and the number (its id) of each example's text; examples may be fewer than texts."""
         import torch
 
-        from flatshift.finetune.data.inference import Inference
+        from flatshift.finetune.data.inference import EvalBatching
         from flatshift.finetune.evaluate.perplexity import token_nats
 
         rows: list[np.ndarray] = []
@@ -105,7 +105,7 @@ class SampleGradients:
 
             hooks.append(module.register_forward_hook(keep))
         try:
-            for micro in Inference(self.batch_size, self.pad_id).batches(examples, _LANGUAGE):
+            for micro in EvalBatching(self.batch_size, self.pad_id).batches(examples, _LANGUAGE):
                 batch = micro.to(self.device)
                 with torch.enable_grad():
                     logits = self.model(**batch.inputs, use_cache=False).logits
@@ -143,9 +143,9 @@ def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callab
 def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.data.batches import Batches
-    from flatshift.finetune.data.inference import Inference, pad_token
+    from flatshift.finetune.data.inference import EvalBatching, pad_token
     from flatshift.finetune.evaluate.perplexity import document_nats
-    from flatshift.finetune.lock import scratch
+    from flatshift.finetune.lock import temporary_directory
     from flatshift.finetune.parallel.engine import Engine
     from flatshift.finetune.run_directory import RunDirectory
     from flatshift.finetune.train.loop import TrainingStage, train_stage
@@ -171,7 +171,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
         pad_id=pad_token(tokenizer),
         group=train.group,
     )
-    with scratch("flatshift-gap-") as folder:
+    with temporary_directory("flatshift-gap-") as folder:
         train_stage(
             Engine.alone(model),
             tokenizer,
@@ -191,7 +191,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         encoded = _encoded(list(texts), tokenizer, settings.max_length)
-        inference = Inference.of(tokenizer, train, batch_size=64, device=device)
+        inference = EvalBatching.of(tokenizer, train, batch_size=64, device=device)
         with evaluating(model):
             after, tokens = document_nats(model, encoded, inference, task=_LANGUAGE)
             with model.disable_adapter():

@@ -15,7 +15,7 @@ import numpy as np
 
 from flatshift.experiments.recipe.config import Select
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.select.pool import Sides
+from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.seeds import derive
 from flatshift.selection import Pool, build_selector
@@ -40,7 +40,7 @@ def can_check(spec: Select) -> bool:
 def check_choice(
     spec: Select,
     selector: Selector,
-    sides: Sides,
+    sides: PoolAndTarget,
     *,
     seed: int,
     console: Console,
@@ -51,7 +51,7 @@ def check_choice(
 
     Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
     """
-    with standing(console):
+    with non_fatal(console):
         from flatshift.selection.checks import check_selection, target_coverage
 
         started = time.monotonic()
@@ -106,7 +106,7 @@ def check_choice(
 
 
 @contextmanager
-def standing(console: Console) -> Iterator[None]:
+def non_fatal(console: Console) -> Iterator[None]:
     """Say what goes wrong in a check instead of failing with it: the choice stands."""
     try:
         yield
@@ -120,7 +120,9 @@ def standing(console: Console) -> Iterator[None]:
             console.log(traceback.format_exc().rstrip())
 
 
-def _refit(spec: Select, sides: Sides, seed: int) -> Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
+def _refit(
+    spec: Select, sides: PoolAndTarget, seed: int
+) -> Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
     """The recipe's own method, to be fitted again on some rows of pool and target."""
     x, y = sides.x, sides.y
     assert y is not None
@@ -154,7 +156,7 @@ def _roughly(method: Any) -> Any:
     return method
 
 
-def _coverage(coverage: Any, rows: np.ndarray, sides: Sides) -> dict[str, Any]:
+def _coverage(coverage: Any, rows: np.ndarray, sides: PoolAndTarget) -> dict[str, Any]:
     """Counts, and the worst served targets by name with their texts and their nearest records."""
     unserved = coverage.unserved
     first = np.lexsort((-coverage.g, ~unserved))[:_SHOWN]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flatshift.experiments.select.pool import Sides
+from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.selection.hygiene.duplicates import normalise
 from flatshift.selection.methods.base import Selector
 from flatshift.selection.methods.domains import DomainsSelector
@@ -22,7 +22,7 @@ class Copies(NamedTuple):
     left: int = 0
 
 
-def without_copies(selector: Selector, sides: Sides, chosen: np.ndarray) -> tuple[np.ndarray, Copies]:
+def without_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray) -> tuple[np.ndarray, Copies]:
     """`chosen` rows of the pool with those that repeat the text of one before them (but for case, blanks and Unicode
     form) replaced by the next in rank, of their own domain where the budget is shared out among domains.
 

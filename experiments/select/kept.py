@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.select.outputs import plain
-from flatshift.experiments.select.pool import Sides
+from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.selection.features import FeatureCache
 from flatshift.selection.features.cache import written_whole
 from flatshift.selection.methods.base import Selector
@@ -27,7 +27,7 @@ class KeptScores:
     (`flatshift.selection.transport`).
     """
 
-    def __init__(self, directory: Path, sides: Sides):
+    def __init__(self, directory: Path, sides: PoolAndTarget):
         self.path = directory / _FILE
         self._sides = sides
         self.restored = False

@@ -114,7 +114,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
     from flatshift.finetune.compute.precision import read_precision
     from flatshift.finetune.compute.presence import resolve_device
     from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone
@@ -123,7 +123,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
     device = resolve_device(recipe.train.device)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     model = load_backbone(recipe.backbone, task=task, precision=recipe.train.precision, device=device).eval()
-    inference = Inference.of(tokenizer, read_precision(recipe.train, model), batch_size=64, device=device)
+    inference = EvalBatching.of(tokenizer, read_precision(recipe.train, model), batch_size=64, device=device)
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.recipe.config import Recipe
-from flatshift.experiments.select.pool import Sides
+from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.atomic import json_text
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.data.view import RowView
@@ -24,7 +24,7 @@ _GROUP = 1 << 16
 """Rows of scores.parquet written at a time."""
 
 
-def write_choice(recipe: Recipe, directory: Path, sides: Sides, selector: Selector, chosen: np.ndarray) -> None:
+def write_choice(recipe: Recipe, directory: Path, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> None:
     """scores.parquet and selected.jsonl; map.parquet where there are vectors. chosen: row numbers, a row that is to be
     read more than once more often."""
     spec = recipe.select

@@ -41,7 +41,7 @@ class PoolRecords(Records):
 
 
 @dataclass
-class Sides:
+class PoolAndTarget:
     """All that a selection works on, as it stands after each step: rows, and beside them what is known of them.
 
     records: of the pool after hygiene, before it was cut into `pieces`. weights (N,) of its rows in the transport

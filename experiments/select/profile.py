@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.recipe.config import Recipe
-from flatshift.experiments.select.pool import Sides
+from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.selection.methods.base import Selector
 
@@ -33,7 +33,7 @@ _FEWER = 0.5
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
-def profile_choice(recipe: Recipe, sides: Sides, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
+def profile_choice(recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
     """What manifest.json says under `selection.profile`; its `warnings` are for the user. chosen: row numbers in
     the order chosen; one that is there more than once counts once."""
     assert recipe.select is not None
@@ -101,7 +101,7 @@ def _shares(names: Sequence[str]) -> dict[str, float]:
 
 
 def _first(
-    recipe: Recipe, sides: Sides, selector: Selector, chosen: np.ndarray, texts: dict[str, Sequence[str]]
+    recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray, texts: dict[str, Sequence[str]]
 ) -> tuple[str, list[dict[str, Any]]]:
     """Ids of the first choices with the words that spoke for each, and what these are. "tokens": by the method's own
     account; "words": those that a choice shares with the target's texts and that are rarer in the pool; "": the

@@ -35,7 +35,7 @@ from flatshift.selection.transport.blocks import BLOCK
 from flatshift.selection.transport.progress import ITERATIONS
 
 if TYPE_CHECKING:
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
 
 _LAGS = 1.5
 """A rank whose passes need so many times the median CPU time a row is named."""
@@ -65,7 +65,7 @@ def select_on_ranks(
         manifest = select(resolved, out, quiet=quiet, draw=draw, fit=_Ranks(world).fit)
     else:
         _Ranks(world).serve()
-    spawn.leave(world)
+    spawn.destroy_process_group(world)
     return manifest
 
 
@@ -82,7 +82,7 @@ class _Job:
 
 
 class _Ranks:
-    def __init__(self, world: World):
+    def __init__(self, world: ProcessMesh):
         self.world = world
 
     def fit(self, selector: Selector, pool: Pool, target: Pool, progress: Progress) -> None:
@@ -144,7 +144,7 @@ class _Ranks:
                 progress(stage, done, total)
 
         selector = GotDSelector(**job.settings, device=str(self.world.device), group=dist.group.WORLD)
-        with watchdog.unhurried("transport"):
+        with watchdog.no_progress_timeout("transport"):
             selector.fit(Pool(features=job.rows, weights=job.weights), job.target, progress=told)
         own = f"{socket.gethostname()}:{os.getpid()}", pace.seconds
         figures: list[Any] = [None] * self.world.size

@@ -20,7 +20,7 @@ from flatshift.finetune.atomic import fsync_directory, make_directory, read_obje
 from flatshift.finetune.data.remote import BLOCK, RemoteFile, find
 from flatshift.finetune.digests import digest
 from flatshift.finetune.errors import UserError, user_path
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features import open_directory
 from flatshift.selection.features.directory import MANIFEST, read_manifest
@@ -57,7 +57,7 @@ def _array(address: str, root: Path, flag: str, console: Console) -> Copied:
     key = hashlib.sha256(json.dumps([address, source.size, version], sort_keys=True).encode()).hexdigest()[:40]
     folder = root / f"features-{key}"
     to = folder / source.name
-    with owned(folder, instead="another select.cache"):
+    with exclusive_lock(folder, instead="another select.cache"):
         make_directory(folder)
         if not (version and to.is_file() and (folder / _SOURCE).is_file()):  # without a version none is known again
             (folder / f".{to.name}.part").unlink(missing_ok=True)  # nothing says what its beginning must be
@@ -79,7 +79,7 @@ def _shards(address: str, root: Path, flag: str, console: Console) -> Copied:
         told = handle.read()
     sha256 = hashlib.sha256(told).hexdigest()
     folder = root / f"features-{sha256[:40]}"
-    with owned(folder, instead="another select.cache"):
+    with exclusive_lock(folder, instead="another select.cache"):
         make_directory(folder)
         whole = (folder / MANIFEST).is_file()
         manifest = folder / (MANIFEST if whole else f".{MANIFEST}.part")

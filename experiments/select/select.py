@@ -22,7 +22,7 @@ from flatshift.experiments.recipe.config import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import unfinished
 from flatshift.experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
-from flatshift.experiments.select.checks import can_check, check_choice, standing
+from flatshift.experiments.select.checks import can_check, check_choice, non_fatal
 from flatshift.experiments.select.copies import without_copies
 from flatshift.experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
 from flatshift.experiments.select.hygiene import clean_rows
@@ -38,7 +38,7 @@ from flatshift.experiments.select.methods import (
     watched,
 )
 from flatshift.experiments.select.outputs import plain, write_choice
-from flatshift.experiments.select.pool import Sides, chunked, domains_of, read_pool, read_records
+from flatshift.experiments.select.pool import PoolAndTarget, chunked, domains_of, read_pool, read_records
 from flatshift.experiments.select.profile import profile_choice
 from flatshift.experiments.select.relevance import check_relevance, judge_domains
 from flatshift.experiments.select.target import check_target, read_target, target_record
@@ -46,7 +46,7 @@ from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.files import describe
 from flatshift.finetune.digests import DONE, FILES, sums
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts, write_provenance
 from flatshift.finetune.seeds import derive
 from flatshift.selection import Pool, build_selector
@@ -86,7 +86,7 @@ def select(
         )
     console = Console(quiet=quiet)
     recipe_yaml = resolved.to_yaml()
-    with disk_full_interrupts(f"selecting into {out}"), owned(out), unfinished(out, recipe_yaml) as work:
+    with disk_full_interrupts(f"selecting into {out}"), exclusive_lock(out), unfinished(out, recipe_yaml) as work:
         directory = work.directory
         write_provenance(directory, recipe_yaml=recipe_yaml)
         console.log = _appender(directory / "log.txt")
@@ -147,7 +147,7 @@ def select_into(
             checks = check_choice(spec, selector, sides, seed=recipe.train.seed, console=console, progress=progress)
     profile = None
     if spec.checks:
-        with standing(console):
+        with non_fatal(console):
             profile = profile_choice(recipe, sides, selector, chosen)
             for sentence in profile["warnings"]:
                 console.say(f"warning: {sentence}")
@@ -197,7 +197,7 @@ def select_into(
     return manifest
 
 
-def _read(recipe: Recipe, directory: Path, console: Console) -> Sides:
+def _read(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
     """Pool, target and negative examples less what hygiene drops and what says nothing, the pool cut to length."""
     spec = recipe.select
     assert spec is not None
@@ -217,7 +217,7 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> Sides:
     pieces = len(pool.rows)
     if without:
         pool = without_blank(pool, spec.pool.files, "pool")
-    sides = Sides(pool, target, negative, target_files, len(kept), pieces, seen, hygiene)
+    sides = PoolAndTarget(pool, target, negative, target_files, len(kept), pieces, seen, hygiene)
     for name, records in sides.by_name.items():
         if records is not None and records.skipped:
             console.say(f"{name}: skipped {len(records.skipped):,} bad records, first {records.skipped[0]}")
@@ -228,7 +228,7 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> Sides:
     return sides
 
 
-def _embed(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console) -> None:
+def _embed(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
     """Domains judged, vectors made where they are needed, and rows left out whose vector says nothing."""
     spec = recipe.select
     assert spec is not None
@@ -255,7 +255,7 @@ def _embed(recipe: Recipe, sides: Sides, vectors: Vectors, console: Console) -> 
     sides.domains = domains_of(sides.pool, spec), domains_of(sides.target, spec)
 
 
-def _tokenise(recipe: Recipe, sides: Sides, directory: Path, console: Console) -> None:
+def _tokenise(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
     """The backbone's tokens of both sides, the pool's on disk, where the method reads them."""
     spec = recipe.select
     assert spec is not None
@@ -271,7 +271,7 @@ def _tokenise(recipe: Recipe, sides: Sides, directory: Path, console: Console) -
 
 
 def _fitted(
-    recipe: Recipe, sides: Sides, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
+    recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
 ) -> Selector:
     """The recipe's selector, fitted: what it warned of is said."""
     spec = recipe.select
@@ -364,7 +364,7 @@ def _say_tried(said: dict[str, Any], console: Console) -> None:
         )
 
 
-def _manifest(spec: Select, sides: Sides, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
+def _manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
     """What was read and what the method says of its solution."""
     solver = plain(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]

@@ -8,7 +8,7 @@ fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays 
 files or recipes, trains a network or imports torch.
 """
 
-from flatshift.experiments.statistics.beside import Beside, compare_curves
+from flatshift.experiments.statistics.beside import CurveComparison, compare_curves
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
 from flatshift.experiments.statistics.peak import (
@@ -26,7 +26,7 @@ from flatshift.experiments.statistics.verdict import Kind, Verdict, judge_curve
 
 __all__ = [
     "EMC",
-    "Beside",
+    "CurveComparison",
     "Crossing",
     "Curve",
     "Detectable",

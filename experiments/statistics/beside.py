@@ -31,7 +31,7 @@ REMAINS = 0.2
 
 
 @dataclass(frozen=True)
-class Beside:
+class CurveComparison:
     """What `compare_curves` found; intervals are two-sided, 95 %, over seeds."""
 
     mean: Interval
@@ -133,7 +133,7 @@ class Beside:
         return f"It is {' and '.join(found)} (all intervals at once)."
 
 
-def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Beside:
+def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> CurveComparison:
     """Compare `ours` with `base`: held-out figures at the same positions, row s the same seed in both.
 
     Seeds with a value that is not finite anywhere in either curve are left out as a whole.
@@ -159,7 +159,7 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Bes
     triple = both.triple if both is not None else None
     heights = [] if triple is None else [height_at(curve, triple) for curve in (mine, theirs)]
     gap = (heights[0] - heights[1]).tolist() if heights else None
-    return Beside(
+    return CurveComparison(
         mean=t_interval(means, confidence=confidence),
         p=paired_p(means),
         points=tuple(t_interval(column.tolist(), confidence=each) for column in difference.T),

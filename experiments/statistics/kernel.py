@@ -75,7 +75,7 @@ def soonest(errors: np.ndarray, speeds: np.ndarray) -> int:
 _POWERS = np.linspace(0.1, 1.5, 29)
 
 
-def carried_on(rows: Sequence[int], errors: np.ndarray, more: int, *, confidence: float = 0.8) -> Interval:
+def extrapolate(rows: Sequence[int], errors: np.ndarray, more: int, *, confidence: float = 0.8) -> Interval:
     """By how much the error of one run changes with `more` rows beyond the last: mean over draws, and the interval that
     a new run's own change lies in, with the scatter of draws and that of a run about its curve at both ends.
 

@@ -92,10 +92,10 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
     here), and the bytes of the input files, of a backbone that is a local directory (its tokenizer too), and of an
     adapter that it begins with.
     """
-    from flatshift.experiments.recipe.auto import settled
+    from flatshift.experiments.recipe.auto import resolve_auto
     from flatshift.experiments.workflows.run_parts import recipe_inputs
 
-    resolved = settled(resolved)
+    resolved = resolve_auto(resolved)
     if resolved.recipe.eval.train_limit is None:
         judged = dataclasses.replace(resolved.recipe.eval, train_limit=TRAINING_ROWS)
         resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, eval=judged))
@@ -185,7 +185,7 @@ def train_cell(
     """
     from flatshift.experiments.data.splits import prepare
     from flatshift.experiments.select.target import check_target
-    from flatshift.experiments.workflows.context import opened
+    from flatshift.experiments.workflows.context import run_context
     from flatshift.experiments.workflows.run_parts import remove_weights
     from flatshift.experiments.workflows.train import execute
 
@@ -194,7 +194,7 @@ def train_cell(
     check_target(recipe, rows.skipped)
     probe = cell.probe() if cell.probe is not None else None
     run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
-    with opened(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe, **hooks) as context:
+    with run_context(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe, **hooks) as context:
         metrics = execute(context, rows)
     remove_weights(directory)
     _refuse_broken(metrics)

@@ -20,7 +20,7 @@ from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.studies.warmups import study
 from flatshift.experiments.workflows.train import resume, train
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import refuse_nonempty, write_provenance
 
 _RUN = {
@@ -90,7 +90,7 @@ def demo(out: Path, *, draw: Draw) -> Path:
     A demo that was stopped is continued, a finished one only reports again.
     Raises UserError for a directory that holds something else or is in use, Interrupted when stopped.
     """
-    with owned(out):
+    with exclusive_lock(out):
         return _demo(out, draw)
 
 

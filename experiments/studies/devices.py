@@ -11,7 +11,7 @@ from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
-class Places:
+class DevicePlacement:
     """jobs: worker processes. devices: given to them in turn; none: each cell's own choice. given: CPU threads of one
     worker; None: its share of the cores."""
 
@@ -43,7 +43,7 @@ def place(cell: Cell, device: str | None) -> Cell:
     return dataclasses.replace(cell, resolved=resolved)
 
 
-def on_cuda(places: Places, cells: Sequence[Cell]) -> bool:
+def on_cuda(places: DevicePlacement, cells: Sequence[Cell]) -> bool:
     """Whether any of the cells computes on a CUDA device."""
     from flatshift.finetune.planner.devices import at_hand
 
@@ -51,7 +51,7 @@ def on_cuda(places: Places, cells: Sequence[Cell]) -> bool:
     return any(device != "cpu" and at_hand(device).kind == "cuda" for device in wanted)
 
 
-def memory_of(places: Places, wanted: str) -> int | None:
+def memory_of(places: DevicePlacement, wanted: str) -> int | None:
     """Bytes that the cells of one worker may take together, three quarters of its share; None: unknown.
 
     wanted: the recipes' train.device, where the places do not say.

@@ -24,7 +24,7 @@ _ORPHANS_S = 30.0
 
 
 @contextmanager
-def at_work(out: Path) -> Iterator[None]:
+def study_lock(out: Path) -> Iterator[None]:
     """Held by a worker for as long as it may write into cells."""
     fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:

@@ -26,8 +26,8 @@ from typing import Any, Literal
 from flatshift.experiments.results.cells import RESULT, read_result, source_digest
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell, Result, drop_result, finish_cell, result_of, run_cell
-from flatshift.experiments.studies.devices import Places, memory_of, on_cuda, place
-from flatshift.experiments.studies.directory import at_work, await_orphans, results_of
+from flatshift.experiments.studies.devices import DevicePlacement, memory_of, on_cuda, place
+from flatshift.experiments.studies.directory import await_orphans, results_of, study_lock
 from flatshift.experiments.studies.leases import Leases
 from flatshift.experiments.studies.progress import Progress
 from flatshift.finetune.atomic import sweep_leftovers
@@ -78,7 +78,7 @@ def run_unit(out: Path, unit: Unit, threads: int | None) -> bool:
 def run_cells(
     out: Path,
     cells: Sequence[Cell],
-    places: Places,
+    places: DevicePlacement,
     console: Console,
     *,
     label: str = "sweep",
@@ -126,7 +126,7 @@ class Stopped(Exception):
 
 
 def units_of(
-    cells: Sequence[Cell], places: Places, *, stack: int | None, say: Callable[[str], None] = lambda line: None
+    cells: Sequence[Cell], places: DevicePlacement, *, stack: int | None, say: Callable[[str], None] = lambda line: None
 ) -> list[Unit]:
     """Cells in the pieces that workers take; of few cells, stacks so narrow that every worker gets one.
 
@@ -159,7 +159,7 @@ class _Queue:
 
     out: Path
     waiting: deque[Unit]
-    places: Places
+    places: DevicePlacement
     progress: Progress
     run: RunUnit
     on_result: Callable[[Path], None]
@@ -413,7 +413,7 @@ def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connec
     start_worker(parent, threads)
     source_digest()  # now: what is edited while the worker lives is not what it runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
-    with at_work(out):
+    with study_lock(out):
         if os.getppid() != parent:
             return
         connection.send(READY)

@@ -14,18 +14,18 @@ from typing import Any, Protocol, TypeVar
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.build import nearest
 from flatshift.experiments.recipe.config import Recipe
-from flatshift.experiments.recipe.resolve import lay, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.devices import Places
+from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.studies.directory import WORKERS, note_finished
 from flatshift.experiments.studies.queue import RunUnit, run_cells, run_unit
 from flatshift.finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import Interrupted, UserError, is_remote
-from flatshift.finetune.lock import INSIDE, owned
+from flatshift.finetune.lock import INSIDE, exclusive_lock
 from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, write_provenance
 
 RECIPE = "study.recipe.yaml"
@@ -66,7 +66,7 @@ def study_recipe(
     """
     from flatshift.experiments.recipe.auto import settled_tree
 
-    tree = lay(recipe_tree(reference), overrides)
+    tree = apply_overrides(recipe_tree(reference), overrides)
     name = Path(reference).stem
     tree = settled_tree(tree, name=name, kept=None if out is None else out / RECIPE, of=of)
     resolved = resolve_tree(tree, (), name=name, of=of)
@@ -123,7 +123,7 @@ def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
     write_provenance(out)
 
 
-def carry_out(
+def run_study_cells(
     command: str,
     out: Path,
     name: str,
@@ -145,7 +145,7 @@ def carry_out(
     """
     if jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
-    with owned(out):
+    with exclusive_lock(out):
         planned, console = plan(), Console(quiet=quiet)
         train = planned.resolved.recipe.train
         console.say(f"precision: {train.precision} ({planned.resolved.origins.get('train.precision', 'default')})")
@@ -203,7 +203,7 @@ class Batches:
         run_cells(
             self.out,
             todo,
-            Places(self.jobs, given=1),
+            DevicePlacement(self.jobs, given=1),
             self.console,
             label=f"{self.label}, {what}",
             rerun={cell.key for cell in todo},

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import Cell, cell_of, run_cells
-from flatshift.experiments.studies.devices import Places
+from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.workflows.build import text_perplexity
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError
@@ -67,8 +67,10 @@ def study(
         for arm in arms
         for seed in seeds
     }
-    run_cells(out, list(cells.values()), Places(jobs), console, label=f"study {name}")
-    surprise, cold = _surprise(text_perplexity(settled(load_recipe(recipe, overrides)).recipe, None, only=("test",)))
+    run_cells(out, list(cells.values()), DevicePlacement(jobs), console, label=f"study {name}")
+    surprise, cold = _surprise(
+        text_perplexity(resolve_auto(load_recipe(recipe, overrides)).recipe, None, only=("test",))
+    )
     rows = []
     floor = None
     for (arm, seed), cell in cells.items():

@@ -14,12 +14,12 @@ from flatshift.experiments.data.sources import judged_train
 from flatshift.experiments.data.splits import Prepared, read_splits
 from flatshift.experiments.recipe.config import Recipe, warm_up_task
 from flatshift.experiments.run.console import Console
-from flatshift.finetune.adapters.initial_values import Beginning
+from flatshift.finetune.adapters.initial_values import InitialAdapter
 from flatshift.finetune.atomic import read_object, replacing, write_json
 from flatshift.finetune.compute.presence import resolve_device
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.example import IGNORE, Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
 from flatshift.finetune.evaluate.judge import evaluate
@@ -27,7 +27,7 @@ from flatshift.finetune.evaluate.metrics import metric_of
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
@@ -37,15 +37,15 @@ Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Follows the evaluation of so many rows under a label, as `Console.evaluating`."""
 
 
-def lay_out(
+def load_model(
     recipe: Recipe,
     task: Task,
     label_names: tuple[str, ...] | None,
     *,
-    world: World | None = None,
+    world: ProcessMesh | None = None,
     adapter: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
-    beginning: Beginning | None = None,
+    beginning: InitialAdapter | None = None,
 ) -> Laid:
     """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
 
@@ -56,7 +56,7 @@ def lay_out(
     settings = recipe.adapter
     if adapter is None and beginning is None:
         settings = dataclasses.replace(settings, init="default", init_rows=None, start=None, under=None)
-    world = world or World.alone(resolve_device(recipe.train.device))
+    world = world or ProcessMesh.alone(resolve_device(recipe.train.device))
     gc.collect()  # what an earlier stage laid out: hooks make cycles of it, and memory may not hold two
     engine = build_engine(
         recipe.backbone,
@@ -67,14 +67,14 @@ def lay_out(
         world=world,
         label_names=label_names,
         say=say,
-        beginning=beginning if adapter is None else Beginning(folder=adapter),
+        beginning=beginning if adapter is None else InitialAdapter(folder=adapter),
     )
     if adapter is not None:
         engine.load_adapter(adapter)
     return engine, open_backbone(recipe.backbone).tokenizer
 
 
-def lost_lines(prepared: Prepared, max_length: int) -> list[str]:
+def skipped_rows_summary(prepared: Prepared, max_length: int) -> list[str]:
     """What became of the rows on the way, for a person: what the encoding has to say, left out, cut, skipped."""
     lines = list(prepared.notes)
     if prepared.dropped:
@@ -84,7 +84,7 @@ def lost_lines(prepared: Prepared, max_length: int) -> list[str]:
     return lines
 
 
-def judge(
+def evaluate_split(
     recipe: Recipe,
     engine: Engine,
     tokenizer: Any,
@@ -98,7 +98,7 @@ def judge(
 ) -> dict[str, Any]:
     """`flatshift.finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own
     seed."""
-    inference = Inference.of(
+    inference = EvalBatching.of(
         tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
     )
     with watch(f"evaluating {split}", len(examples)) as beat:
@@ -141,7 +141,7 @@ def judge_splits(
             console.say(f"{split}: evaluated before")
         else:
             said: dict[str, Any] = {}
-            result[split] = judge(
+            result[split] = evaluate_split(
                 recipe, engine, tokenizer, examples, task=recipe.task, split=split, label_names=prepared.label_names,
                 watch=watch, said=said,
             )  # fmt: skip
@@ -151,14 +151,14 @@ def judge_splits(
                 table = predictions_table(split, columns)
             if finished is not None:
                 finished.add(split, result[split], table)
-        console.say(f"{split}: {', '.join(shown(result[split]))}")
+        console.say(f"{split}: {', '.join(format_metrics(result[split]))}")
         tables += [] if table is None else [table]
     if keep is not None and tables:
         write_tables(keep, tables)
     return result
 
 
-def judge_cold(
+def evaluate_base_model(
     recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, folder: Path, *, watch: Watch
 ) -> dict[str, Any]:
     """cold.json and cold.parquet of a run: the first `eval.cold` rows of test (else dev) by the bare backbone.
@@ -170,7 +170,7 @@ def judge_cold(
     if not (some := examples[: recipe.eval.cold]):
         return {}
     said: dict[str, Any] = {}
-    found = judge(
+    found = evaluate_split(
         recipe, engine, tokenizer, some, task=recipe.task, split=split, label_names=prepared.label_names, watch=watch,
         said=said,
     )  # fmt: skip
@@ -250,7 +250,8 @@ def shortened_text(text: str) -> str:
 
 
 def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Sequence[Any]]]]) -> None:
-    """What was said of each row: `split, row, text`, and the columns of `flatshift.finetune.evaluate.judge.Judge.said`.
+    """What was said of each row: `split, row, text`, and the columns of
+    `flatshift.finetune.evaluate.judge.Evaluator.said`.
 
     splits: pairs of a split's name and its columns, of as many entries as the split has rows.
     """
@@ -273,7 +274,7 @@ def write_tables(path: Path, tables: Sequence[Any]) -> None:
         pq.write_table(pa.concat_tables(tables, promote_options="default"), temporary)
 
 
-def shown(metrics: dict[str, Any]) -> list[str]:
+def format_metrics(metrics: dict[str, Any]) -> list[str]:
     """One text per metric for a person: `accuracy 0.61 [0.57, 0.65]`."""
 
     def number(value: float | None) -> str:
@@ -299,7 +300,7 @@ def text_perplexity(
     *,
     task: LanguageModel | MaskedLM | None = None,
     only: tuple[str, ...] = ("dev", "test"),
-    world: World | None = None,
+    world: ProcessMesh | None = None,
     model: Laid | None = None,
     watch: Watch | None = None,
 ) -> dict[str, dict[str, Any]]:
@@ -318,7 +319,7 @@ def text_perplexity(
     splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
     if not splits:
         return {}
-    engine, tokenizer = model or lay_out(recipe, task, None, world=world, adapter=adapter)
+    engine, tokenizer = model or load_model(recipe, task, None, world=world, adapter=adapter)
     result = {}
     for name, split in splits.items():
         subset = limit_rows(split, min(_ROWS, len(split)), seed=derive(0, "shift", name))
@@ -328,5 +329,5 @@ def text_perplexity(
         )  # fmt: skip
         if not encoded.examples:
             continue
-        result[name] = judge(recipe, engine, tokenizer, encoded.examples, task=task, split=name, watch=watch)
+        result[name] = evaluate_split(recipe, engine, tokenizer, encoded.examples, task=task, split=name, watch=watch)
     return result

@@ -15,7 +15,7 @@ from typing import Any
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.generate import alone, finished_recipe
-from flatshift.experiments.workflows.subjects import Adapted, Subject
+from flatshift.experiments.workflows.subjects import Adapted, EvaluationTarget
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.encoding import end_token
 from flatshift.finetune.data.example import Question
@@ -46,7 +46,7 @@ class WritingRuns:
         that writes no text, and one that reads features."""
         if not paths:
             raise UserError("name at least one RUN_DIR")
-        self._subjects: dict[str, Subject] = {}
+        self._subjects: dict[str, EvaluationTarget] = {}
         for path in paths:
             recipe = alone(finished_recipe(path, overrides))
             recipe.task.check_writes()
@@ -56,7 +56,7 @@ class WritingRuns:
             name = name if name not in self._subjects else str(path)
             if path.resolve() in [one.run.resolve() for one in self._subjects.values() if one.run is not None]:
                 raise UserError(f"{path} is named twice; name each run once")
-            self._subjects[name] = Subject(name, recipe, path)
+            self._subjects[name] = EvaluationTarget(name, recipe, path)
         self._models = Adapted(Console(quiet=quiet))
         self._lock = threading.Lock()
         self._at: str | None = None
@@ -92,7 +92,7 @@ class WritingRuns:
         told: gets the answer piece by piece as it is written.
         Raises UserError for an unknown name, turns that nobody can answer, and what does not fit the backbone.
         """
-        from flatshift.finetune.data.inference import Inference
+        from flatshift.finetune.data.inference import EvalBatching
         from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
         from flatshift.finetune.models.backbone import open_backbone
 
@@ -130,7 +130,7 @@ class WritingRuns:
                 self._model,
                 [question.ids],
                 how,
-                Inference.of(tokenizer, recipe.train, batch_size=1, device=next(self._model.parameters()).device),
+                EvalBatching.of(tokenizer, recipe.train, batch_size=1, device=next(self._model.parameters()).device),
                 end=sorted(end for end in ends if end is not None),
                 decoder_start=backbone.decoder_start if task.encoder_decoder else None,
                 on_token=tell if how.num_beams == 1 else None,

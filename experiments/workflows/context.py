@@ -13,18 +13,18 @@ import torch
 from flatshift.experiments.data.splits import Prepared
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.run.console import Console, Draw, graceful_stop
-from flatshift.experiments.workflows.build import Laid, lay_out
+from flatshift.experiments.workflows.build import Laid, load_model
 from flatshift.finetune.compute.matmul_rate import peak_rate
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.compute.presence import resolve_device
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.train.trackers import Trackers, open_trackers
 
 LayOut = Callable[..., Laid]
-"""`flatshift.experiments.workflows.build.lay_out`, or what stands in for it."""
+"""`flatshift.experiments.workflows.build.load_model`, or what stands in for it."""
 
 
 class Probe(Protocol):
@@ -47,7 +47,7 @@ class RunContext:
     recipe: Recipe
     run: RunDirectory
     console: Console
-    world: World
+    world: ProcessMesh
     """This rank's place in the recipe's mesh."""
     stop: Callable[[], bool]
     """Whether a signal asked to stop."""
@@ -68,11 +68,11 @@ class RunContext:
 
 
 @contextmanager
-def opened(
+def run_context(
     recipe: Recipe,
     run: RunDirectory,
     console: Console,
-    world: World | None = None,
+    world: ProcessMesh | None = None,
     *,
     cell: bool = False,
     **rest: Any,
@@ -84,7 +84,7 @@ def opened(
     if world is None:
         if recipe.mesh.size > 1 or recipe.mesh.auto:
             raise UserError("mesh: a cell of a sweep or study trains on one device; leave every axis at 1 and auto off")
-        world = World.alone(resolve_device(recipe.train.device))
+        world = ProcessMesh.alone(resolve_device(recipe.train.device))
     run = dataclasses.replace(run, writes=world.is_main)
     with cpu_threads(recipe.train.threads), graceful_stop(console.say) as stop:
         trackers = open_trackers(recipe.tracker, run, config=dataclasses.asdict(recipe), say=console.say)
@@ -104,7 +104,7 @@ def opened(
             trackers.close()
 
 
-def _peak(recipe: Recipe, world: World, console: Console) -> float:
+def _peak(recipe: Recipe, world: ProcessMesh, console: Console) -> float:
     """What one device can do, TFLOP/s: what the recipe says, or what it is seen to do."""
     if recipe.train.peak_tflops is not None:
         return recipe.train.peak_tflops

@@ -27,7 +27,7 @@ from flatshift.experiments.workflows.saved_tokenizer import RunRows
 from flatshift.finetune.atomic import write_json, write_text
 from flatshift.finetune.data.encoding import end_token, plain_ids
 from flatshift.finetune.errors import UserError, shortened
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import new_output, refuse_old
 
@@ -60,7 +60,7 @@ def deploy(
         raise UserError(f"--to {to}: it serves no encoder-decoder; take `flatshift merge` and plain transformers")
     if to != "vllm":
         _require_converter(llama_cpp)
-    with owned(out):
+    with exclusive_lock(out):
         refuse_old(out)
         require_foldable(path, recipe)
         trained = list(trained_ends(path).values())

@@ -223,9 +223,9 @@ def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -
     """Why torch sees no CUDA device, in the words that a run gets: a problem where both a driver and a build for CUDA
     are here, a note where one of them is missing, nothing on a machine that has neither."""
     try:
-        from flatshift.finetune.compute.presence import absence, look
+        from flatshift.finetune.compute.presence import absence, probe_cuda
 
-        found = look()
+        found = probe_cuda()
         reason = absence(found)
     except Exception as error:  # a foreign `finetune`, which the problems above name
         notes.append({"what": f"CUDA cannot be looked at: {error}", "fix": ""})

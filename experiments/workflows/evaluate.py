@@ -27,12 +27,12 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import (
     TEXTS_KEPT,
-    judge,
+    evaluate_split,
+    format_metrics,
     judge_splits,
-    lay_out,
-    lost_lines,
+    load_model,
     shortened_text,
-    shown,
+    skipped_rows_summary,
     texts_of,
     write_predictions,
 )
@@ -41,17 +41,17 @@ from flatshift.experiments.workflows.few_shot import FewShot, Ranked, rank_rows,
 from flatshift.experiments.workflows.generate import adapted_recipe
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
-from flatshift.experiments.workflows.subjects import Adapted, Subject, subjects_of
+from flatshift.experiments.workflows.subjects import Adapted, EvaluationTarget, subjects_of
 from flatshift.finetune.atomic import replacing_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import Figure, group_interval
 from flatshift.finetune.launch import spawn, watchdog
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.families import usable_positions
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.seeds import derive
 
 DOCUMENT = "evaluation.json"
@@ -91,7 +91,7 @@ def judge_side_by_side(
     Raises UserError for what is neither a run nor a backbone, subjects that cannot be judged on these rows, and a
     column that rows lack.
     """
-    with nullcontext() if out is None else owned(out):
+    with nullcontext() if out is None else exclusive_lock(out):
         if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise UserError(f"--out: {out} is not empty; name a new directory")
         console = Console(quiet=quiet)
@@ -135,7 +135,7 @@ class _How:
 
 
 def _judged(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     data: Sequence[str],
     how: _How,
     console: Console,
@@ -165,7 +165,7 @@ def _judged(
     return found, splits
 
 
-def _rows(subject: Subject, data: Sequence[str], how: _How, notes: list[str]) -> dict[str, list[Row]]:
+def _rows(subject: EvaluationTarget, data: Sequence[str], how: _How, notes: list[str]) -> dict[str, list[Row]]:
     recipe, group_by = subject.recipe, how.group_by
     skipped: list[str] = []
     if data:
@@ -196,7 +196,7 @@ def _rows(subject: Subject, data: Sequence[str], how: _How, notes: list[str]) ->
 
 
 def _judge_one(
-    subject: Subject,
+    subject: EvaluationTarget,
     splits: Mapping[str, list[Row]],
     adapted: Adapted,
     found: Findings,
@@ -212,7 +212,7 @@ def _judge_one(
     model = adapted.of(subject, names)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     device = resolve_device(recipe.train.device)
-    inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
+    inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     intervals = found.intervals.setdefault(subject.name, {})
     for split, rows in splits.items():
         into: dict[str, Figure] = {}
@@ -297,7 +297,7 @@ def _documents(
     rows: Sequence[Row],
     recipe: Recipe,
     asked: _How,
-    inference: Inference,
+    inference: EvalBatching,
     into: dict[str, Figure],
     draw: Mapping[str, Any],
     notes: list[str],
@@ -334,7 +334,7 @@ def _width(model: Any, recipe: Recipe, window: int | None) -> int:
 
 
 def _ranked(
-    subject: Subject, model: Any, tokenizer: Any, rows: Sequence[Row], asked: _How, inference: Inference
+    subject: EvaluationTarget, model: Any, tokenizer: Any, rows: Sequence[Row], asked: _How, inference: EvalBatching
 ) -> Ranked:
     recipe, few_shot = subject.recipe, asked.few_shot
     assert few_shot is not None
@@ -365,29 +365,29 @@ def evaluate_run(
     world = spawn.join(recipe.mesh, recipe.train.device)
     with (
         cpu_threads(recipe.train.threads),
-        watchdog.unhurried("evaluating"),
+        watchdog.no_progress_timeout("evaluating"),
     ):  # the same bits as the run's own eval.json
         if world.is_main:  # reads all weights; the others take its word
             check_run(path, recipe)
         world.wait()
         result = _evaluated(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
-    spawn.leave(world)
+    spawn.destroy_process_group(world)
     return result
 
 
 def _evaluated(
-    path: Path, recipe: Recipe, data: Sequence[str], console: Console, world: World
+    path: Path, recipe: Recipe, data: Sequence[str], console: Console, world: ProcessMesh
 ) -> dict[str, dict[str, Any]]:
     if not data:
         prepared = prepare(recipe)
-        engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
+        engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
         return judge_splits(recipe, engine, tokenizer, prepared, Console(quiet=True), watch=console.evaluating)
     prepared = prepare_apart(recipe, data, run=path)
     console.say(f"data: {len(prepared.test):,} examples")
-    for line in lost_lines(prepared, recipe.train.max_length):
+    for line in skipped_rows_summary(prepared, recipe.train.max_length):
         console.say(line)
-    engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
-    found = judge(
+    engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world, adapter=path / "adapter")
+    found = evaluate_split(
         recipe, engine, tokenizer, prepared.test, task=recipe.task, split="data", label_names=prepared.label_names,
         watch=console.evaluating,
     )  # fmt: skip
@@ -396,4 +396,4 @@ def _evaluated(
 
 def render(result: dict[str, dict[str, Any]]) -> str:
     """The result as lines for a person."""
-    return "\n".join(f"{split:5} {line}" for split, metrics in result.items() for line in shown(metrics))
+    return "\n".join(f"{split:5} {line}" for split, metrics in result.items() for line in format_metrics(metrics))

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.workflows.build import shown
+from flatshift.experiments.workflows.build import format_metrics
 from flatshift.experiments.workflows.few_shot import FewShot, Ranked, mcnemar
-from flatshift.experiments.workflows.subjects import Subject
+from flatshift.experiments.workflows.subjects import EvaluationTarget
 from flatshift.finetune.data.files import expand
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
@@ -42,7 +42,7 @@ class Findings:
 
 
 def document_of(
-    subjects: Sequence[Subject],
+    subjects: Sequence[EvaluationTarget],
     found: Findings,
     splits: Mapping[str, Sequence[Row]],
     data: Sequence[str],
@@ -222,7 +222,7 @@ def _aligned(found: Findings, name: str, base: str, split: str) -> dict[str, Fig
     return result
 
 
-def _references(subjects: Sequence[Subject]) -> dict[str, str]:
+def _references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
     """What each subject is compared with: a run with the bare backbone that it changes, else with the first run; a
     bare backbone with the first one."""
     bare = [subject for subject in subjects if subject.run is None]
@@ -236,7 +236,7 @@ def _references(subjects: Sequence[Subject]) -> dict[str, str]:
     return found
 
 
-def _about(subject: Subject, reference: str | None) -> dict[str, Any]:
+def _about(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
     return {
         "name": subject.name,
         "kind": "backbone" if subject.run is None else "run",
@@ -266,7 +266,7 @@ def render(document: Mapping[str, Any]) -> str:
     lines = []
     for name, splits in {**document["figures"], **document["differences"]}.items():
         for split, metrics in splits.items():
-            lines += [name, *(f"  {split:5} {line}" for line in shown(metrics))]
+            lines += [name, *(f"  {split:5} {line}" for line in format_metrics(metrics))]
     grouped = document.get("group_by")
     if grouped:
         for name, splits in {**grouped["figures"], **grouped["differences"]}.items():
@@ -293,7 +293,7 @@ def render(document: Mapping[str, Any]) -> str:
 def headline(metrics: Mapping[str, Any]) -> str:
     """The figure of a group that is comparable with others', as `shown` has it."""
     name = headline_metric(metrics)
-    return shown({name: metrics[name]})[0] if name else "–"
+    return format_metrics({name: metrics[name]})[0] if name else "–"
 
 
 def headline_metric(metrics: Mapping[str, Any]) -> str | None:

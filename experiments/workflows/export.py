@@ -21,13 +21,13 @@ from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.workflows.folder_check import compare, expected
 from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
-from flatshift.experiments.workflows.model_card import card, own_name, published_name
+from flatshift.experiments.workflows.model_card import card, published_name, run_title
 from flatshift.experiments.workflows.run_parts import awaits_evaluation, check_run
 from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows, save_tokenizer
 from flatshift.finetune.atomic import write_json, write_text
 from flatshift.finetune.digests import DONE, digest
 from flatshift.finetune.errors import UserError, first_line, shortened
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import RECIPE, new_output, refuse_old, resume_command
 
@@ -53,7 +53,7 @@ def export(
     Raises UserError if `path` is no finished run, `out` is not empty or in use, `base_model` is no hub name, or an
     adapter is not of this backbone.
     """
-    with owned(out):
+    with exclusive_lock(out):
         refuse_old(out)
         return _export(path, out, base_model, license, add)
 
@@ -104,7 +104,7 @@ def _export(
             labels=labels,
             base_model=base_model,
             license=license,
-            added=[(own_name(saved.path), weight) for saved, weight in added],
+            added=[(run_title(saved.path), weight) for saved, weight in added],
             rank=settings.get("r"),
         )
         write_text(temporary / "README.md", text)
@@ -206,7 +206,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
         validate_repo_id(repository)
     except HFValidationError as error:
         raise UserError(f"{repository!r} is no name of the model hub; give ORGANISATION/NAME") from error
-    files = handed_on(folder)
+    files = files_to_upload(folder)
     api = HfApi()
     try:
         api.create_repo(repository, private=not public, exist_ok=True)
@@ -228,7 +228,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
     return str(made.commit_url)
 
 
-def handed_on(folder: Path) -> dict[str, Path]:
+def files_to_upload(folder: Path) -> dict[str, Path]:
     """What is to be uploaded, by its name there."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")

@@ -21,7 +21,7 @@ from flatshift.experiments.recipe.build import build
 from flatshift.experiments.recipe.tree import parse_file
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.encoding import Specials
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import Figure
@@ -120,7 +120,7 @@ def rank_rows(
     rows: Sequence[Row],
     source: Sequence[Row],
     asked: FewShot,
-    inference: Inference,
+    inference: EvalBatching,
     *,
     window: int,
 ) -> Ranked:
@@ -207,7 +207,7 @@ def _scored(
     begin: Sequence[int],
     asked: FewShot,
     window: int,
-    inference: Inference,
+    inference: EvalBatching,
     found: Ranked,
 ) -> dict[str, list[NDArray[np.float64]]]:
     """Every score of every candidate: `SCORES` → item → (K,)."""
@@ -251,7 +251,7 @@ def _put(shots: Sequence[str], before: str, said: str, after: str, asked: FewSho
 
 
 def _sums(
-    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int], inference: Inference,
+    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int], inference: EvalBatching,
     *, label: bool = False,
 ) -> list[NDArray[np.float64]]:  # fmt: skip
     """Log-likelihoods of texts, each of which is scored once however often it occurs."""

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe.config import Recipe
-from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows
 from flatshift.finetune.atomic import read_object
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.data.example import Question
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError, shortened
-from flatshift.finetune.lock import scratch
+from flatshift.finetune.lock import temporary_directory
 from flatshift.finetune.models.backbone import auto_class, open_backbone
 from flatshift.finetune.seeds import numpy_generator
 
@@ -100,13 +100,13 @@ def expected(
     tokenizer = open_backbone(recipe.backbone).tokenizer
     memory = None if _fits(recipe) else int(available_memory() * _MEMORY_SHARE)
     if memory is None and not added:
-        model = lay_out(exact, exact.task, labels, adapter=path / "adapter")[0].model.eval()
+        model = load_model(exact, exact.task, labels, adapter=path / "adapter")[0].model.eval()
     else:
         model = streamed(exact, labels, path / "adapter", added=added).eval()
     drawn = rows is None
     batches = [drawn_inputs(recipe, tokenizer, model.config)] if drawn else _inputs(exact, labels, tokenizer)
     device = next(p.device for p in model.parameters() if not p.is_meta)
-    with scratch("flatshift-check-") as work:
+    with temporary_directory("flatshift-check-") as work:
         import torch
 
         tensors, count = dict[str, Any](), 0
@@ -263,8 +263,8 @@ def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> l
     examples = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
     task = recipe.task
     if task.by_example:
-        return [next(Inference(len(examples), tokenizer.pad_token_id).batches(examples, task)).inputs]
-    batches = [next(Inference(1, tokenizer.pad_token_id).batches([one], task)).inputs for one in examples]
+        return [next(EvalBatching(len(examples), tokenizer.pad_token_id).batches(examples, task)).inputs]
+    batches = [next(EvalBatching(1, tokenizer.pad_token_id).batches([one], task)).inputs for one in examples]
     return [{name: tensor[:, :_TOKENS] for name, tensor in batch.items()} for batch in batches]
 
 
@@ -303,7 +303,7 @@ def _reference(
 ) -> list[dict[str, Any]]:
     import torch
 
-    from flatshift.finetune.evaluate.generation import Decoding, continue_prompts, lacking_room
+    from flatshift.finetune.evaluate.generation import Decoding, context_overflow, continue_prompts
 
     questions = _questions(recipe, rows, tokenizer)
     task, device = recipe.task, next(p.device for p in model.parameters() if not p.is_meta)
@@ -318,12 +318,14 @@ def _reference(
             pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
             found.append({"text": one.text, "whole": not task.converses, "ids": list(one.ids), "next": dict(pairs)})
     most = _ANSWER if memory is None else _STREAMED_ANSWER
-    roomy = [k for k, one in enumerate(questions) if lacking_room(model, one.ids, most, apart=bool(start)) is None][:2]
+    roomy = [k for k, one in enumerate(questions) if context_overflow(model, one.ids, most, apart=bool(start)) is None][
+        :2
+    ]
     answers = continue_prompts(
         model,
         [questions[k].ids for k in roomy],
         Decoding(max_new_tokens=most),
-        Inference(1, tokenizer.pad_token_id, device),
+        EvalBatching(1, tokenizer.pad_token_id, device),
         end=ends,
         decoder_start=start,
     )

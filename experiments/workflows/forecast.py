@@ -29,13 +29,13 @@ from flatshift.experiments.results.cells import CELLS, POINTS
 from flatshift.experiments.results.forecast import FORECAST
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.statistics.emc import crossing
-from flatshift.experiments.statistics.kernel import KernelFit, carried_on, kernel_fits, soonest
-from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, kernel_fits, soonest
+from flatshift.experiments.workflows.build import load_model
 from flatshift.finetune.atomic import replacing, replacing_directory, write_json, write_text
 from flatshift.finetune.compute.jacobian import jacobian
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import RECIPE, refuse_nonempty
 from flatshift.finetune.seeds import derive, numpy_generator
@@ -143,7 +143,7 @@ def features(
     order: list[int] = []
     outputs: list[torch.Tensor] = []
     engine.model.eval()
-    for micro in Inference(16, pad_id).batches(examples, recipe.task):
+    for micro in EvalBatching(16, pad_id).batches(examples, recipe.task):
         batch = micro.to(engine.device)
         found, rows = jacobian(engine.model, moving, batch.inputs, summed=summed)
         outputs.append(found.cpu())
@@ -203,7 +203,7 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
     """A row for every setting under the recipe's seed."""
     top = max(axes.ranks)
     recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, rank=top))
-    engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names)
+    engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names)
     held = prepared.test or prepared.dev
     count = 1 if recipe.task.has_targets else len(prepared.label_names or ())
     summed = len(prepared.train) * count > LARGEST
@@ -338,7 +338,7 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
     console = Console(quiet=quiet)
     train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all the digits
     resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
-    with owned(out), replacing_directory(out) as making:
+    with exclusive_lock(out), replacing_directory(out) as making:
         for line in held_out_lines(resolved):
             console.say(line)
         found = forecast(resolved.recipe, making, console, **asked)
@@ -391,7 +391,7 @@ def summary(recipe: Recipe, axes: Axes, rows: Sequence[dict[str, Any]]) -> dict[
         return table(column, along, **{"optimizer.weight_decay": decay})
 
     best = min(decays, key=lambda decay: float(by_decay(decay, column=f"left_out_{metric}")[:, -1].mean()))
-    more = carried_on(axes.rows, by_decay(best), axes.more) if len(axes.rows) > 2 else None
+    more = extrapolate(axes.rows, by_decay(best), axes.more) if len(axes.rows) > 2 else None
     fitted = by_decay(decays[0], "adapter.rank", "train.unexplained")
     crossed = crossing(axes.ranks, fitted, 0.1).value if len(axes.ranks) > 1 else None
     said = None

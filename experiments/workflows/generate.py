@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe import resume_recipe
-from flatshift.experiments.recipe.auto import readable
+from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.atomic import replacing
 from flatshift.finetune.compute.numerics import cpu_threads
@@ -26,7 +26,7 @@ from flatshift.finetune.data.encoding import end_token
 from flatshift.finetune.data.formats import has_half_pair
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import resume_command
 
 
@@ -56,7 +56,7 @@ def generate_from_run(
     Raises UserError if `path` is no finished run, its task writes no text, `out` exists or is in use, or a prompt is
     not text in Unicode, does not fit, or does not fill a template of several columns.
     """
-    with nullcontext() if out is None else owned(out):
+    with nullcontext() if out is None else exclusive_lock(out):
         if out is not None and out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
         asked = _generate(path, prompts, data, raw, decoding, batch_size, overrides, quiet)
@@ -76,7 +76,7 @@ def _generate(
     overrides: Sequence[Branch],
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -116,12 +116,12 @@ def _generate(
 
     start = open_backbone(recipe.backbone).decoder_start if task.encoder_decoder else None
     with cpu_threads(recipe.train.threads), console.task("generating", len(asked), "prompts") as bar:
-        engine, _ = lay_out(recipe, recipe.task, None, adapter=path / "adapter")
+        engine, _ = load_model(recipe, recipe.task, None, adapter=path / "adapter")
         answers = continue_prompts(
             engine.model,
             [one.ids for one in questions],
             how,
-            Inference.of(tokenizer, recipe.train, batch_size=batch_size, device=engine.device),
+            EvalBatching.of(tokenizer, recipe.train, batch_size=batch_size, device=engine.device),
             end=[token for token in (end_token(tokenizer), *ends) if token is not None],
             decoder_start=start,
         )
@@ -152,7 +152,7 @@ def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
 
 def adapted_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
     """The recipe of a run that has an adapter, which nobody has compared yet; raises UserError otherwise."""
-    recipe = readable(resume_recipe(path, overrides).recipe)
+    recipe = resolve_device_precision(resume_recipe(path, overrides).recipe)
     if (path / "scores.parquet").is_file():
         raise UserError(f"{path} is a selection and has no adapter; `flatshift train warmup --select.from {path}` does")
     if not (path / "adapter").is_dir():

@@ -21,13 +21,13 @@ from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.tasks import Task
 
 if TYPE_CHECKING:
-    from flatshift.finetune.adapters.initial_values import Beginning, Calibration
+    from flatshift.finetune.adapters.initial_values import Calibration, InitialAdapter
     from flatshift.finetune.parallel.engine import Engine
 
 INITIAL = "initial"
 
 
-def begins_elsewhere(adapter: Adapter) -> bool:
+def has_custom_init(adapter: Adapter) -> bool:
     """Whether the adapter's first values come from weights, data or another adapter."""
     return adapter.init != "default" or adapter.under is not None or adapter.start is not None
 
@@ -104,17 +104,17 @@ def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> No
             raise UserError(f"{before['path']} changed since the run began; restore it or start a new run")
 
 
-def beginning(
+def initial_adapter(
     path: Path, recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Callable[[], Any]
-) -> Beginning | None:
+) -> InitialAdapter | None:
     """`initial/` of the run directory `path`, or the rows to look at; None where the first values are drawn."""
-    if not begins_elsewhere(recipe.adapter) or recipe.adapter.start is not None:
+    if not has_custom_init(recipe.adapter) or recipe.adapter.start is not None:
         return None
-    from flatshift.finetune.adapters.initial_values import Beginning
+    from flatshift.finetune.adapters.initial_values import InitialAdapter
 
     if (path / INITIAL).is_dir():
-        return Beginning(folder=path / INITIAL)
-    return Beginning(rows=calibration(recipe, task, prepared, tokenizer()))
+        return InitialAdapter(folder=path / INITIAL)
+    return InitialAdapter(rows=calibration(recipe, task, prepared, tokenizer()))
 
 
 def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) -> Calibration:
@@ -136,14 +136,14 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
     )
 
 
-def settle_beginning(path: Path, recipe: Recipe, engine: Engine, say: Callable[[str], None]) -> None:
+def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, say: Callable[[str], None]) -> None:
     """Keep what the adapter begins with in `path`/initial; an adapter to start from is taken over. Collective.
 
     Heads and other whole modules of `adapter.start` come along where the task has them in the same shape.
     """
     directory = path / INITIAL
     if recipe.adapter.start is None:
-        if begins_elsewhere(recipe.adapter) and not directory.is_dir():
+        if has_custom_init(recipe.adapter) and not directory.is_dir():
             engine.save_adapter(directory)
         return
     from flatshift.finetune.adapters.adapter import lora_only, read_adapter

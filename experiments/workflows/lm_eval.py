@@ -23,7 +23,7 @@ from typing import Any
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.generate import alone, finished_recipe
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.numerics import cpu_threads
@@ -132,7 +132,7 @@ def _evaluated(
             f"--harness: lm-eval has no task {unknown[0]!r}; `lm-eval ls tasks` lists them, or give your "
             "own by --harness-include DIRECTORY"
         )
-    engine, tokenizer = lay_out(recipe, recipe.task, None, adapter=path / "adapter")
+    engine, tokenizer = load_model(recipe, recipe.task, None, adapter=path / "adapter")
     tokenizer, prefix = _beginning(tokenizer, begin=not recipe.task.encoder_decoder)
     console.say(f"lm-eval on {', '.join(tasks)}")
     try:

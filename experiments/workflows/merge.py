@@ -29,7 +29,7 @@ from flatshift.finetune.adapters.adapter import WEIGHTS
 from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.atomic import read_object, write_json, write_text
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.run_directory import new_output, refuse_old
 
@@ -58,7 +58,7 @@ def merge(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
     quantised in its own files, the adapter is none that can be folded in, plain transformers answers otherwise than the
     run, or the saved tokenizer reads other tokens than training did.
     """
-    with owned(out):
+    with exclusive_lock(out):
         refuse_old(out)
         recipe = resume_recipe(path).recipe
         require_foldable(path, recipe)

@@ -73,7 +73,7 @@ def card(
     return "\n".join(parts)
 
 
-def own_name(path: Path) -> str:
+def run_title(path: Path) -> str:
     """What an adapter's directory may be called outside this machine: its own name, or its run's."""
     return path.parent.name if path.name == "adapter" and path.parent.name else path.name
 
@@ -212,7 +212,7 @@ def _settings(recipe: Recipe) -> str:
     adapter = dataclasses.asdict(recipe.adapter)
     for name in ("start", "under"):
         if adapter[name] is not None:
-            adapter[name] = own_name(Path(adapter[name]))
+            adapter[name] = run_title(Path(adapter[name]))
     task = dataclasses.asdict(recipe.task)
     if task.get("template") is not None:
         task["template"] = Path(task["template"]).name

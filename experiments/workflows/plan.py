@@ -111,7 +111,7 @@ def plan(
 
 def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
     """The recipe with its epochs as updates, and its training rows with their tokens by its own backbone."""
-    from flatshift.experiments.data.sources import in_steps
+    from flatshift.experiments.data.sources import epochs_to_steps
     from flatshift.experiments.data.splits import prepare
     from flatshift.finetune.data.columns import Examples
     from flatshift.finetune.seeds import derive
@@ -120,7 +120,7 @@ def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
     rows = prepare(recipe).train
     lengths = Examples.of(rows).ragged("input_ids")
     held = 0 if lengths is None else int(lengths[2].sum())
-    settled = in_steps(resolved, rows, seed=derive(recipe.train.seed, FINE_TUNE))
+    settled = epochs_to_steps(resolved, rows, seed=derive(recipe.train.seed, FINE_TUNE))
     updates = settled.recipe.train.steps
     return settled, {"rows": len(rows), "tokens": held, "by": recipe.backbone, "updates": updates}
 

@@ -22,17 +22,17 @@ from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.generate import alone, finished_recipe
 from flatshift.finetune.atomic import read_object, replacing, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
 from flatshift.finetune.data.encoding import end_token
 from flatshift.finetune.data.files import describe
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import Row, canonical_values, read_rows
 from flatshift.finetune.digests import digest
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts
 
 PART = 4096
@@ -73,7 +73,7 @@ class Predictor:
         self.label_names, self.units = learnt(recipe, path)
         self.backbone = open_backbone(recipe.backbone)
         self.tokenizer = self.backbone.tokenizer
-        self.engine, _ = lay_out(recipe, self.task, self.label_names, adapter=path / "adapter")
+        self.engine, _ = load_model(recipe, self.task, self.label_names, adapter=path / "adapter")
         if not self.task.has_reference:  # which is what the layers compute without the adapter
             _fold(self.engine.judged, recipe)
         self.bad_rows = bad_rows
@@ -111,7 +111,7 @@ class Predictor:
 
     def _judged(self, rows: Sequence[Row]) -> list[Record]:
         """By one pass over encoded rows."""
-        from flatshift.finetune.evaluate.judge import Judge
+        from flatshift.finetune.evaluate.judge import Evaluator
 
         task, train = self.task, self.recipe.train
         blank = task.placeholders(self.label_names)
@@ -128,7 +128,7 @@ class Predictor:
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, **blank}) for row in rows])
         self.cut += encoded.truncated
         self.skipped += encoded.skipped
-        judge = Judge(
+        judge = Evaluator(
             self.engine.judged,
             self.tokenizer,
             task,
@@ -171,9 +171,9 @@ class Predictor:
             self.open_answers += not answer.ended
         return records
 
-    def _inference(self) -> Inference:
+    def _inference(self) -> EvalBatching:
         size = self.recipe.eval.batch_size
-        return Inference.of(self.tokenizer, self.recipe.train, batch_size=size, device=self.engine.device)
+        return EvalBatching.of(self.tokenizer, self.recipe.train, batch_size=size, device=self.engine.device)
 
 
 def _fold(model: Any, recipe: Recipe) -> None:
@@ -214,7 +214,7 @@ def predict_from_run(
         raise UserError("there is nothing to predict: give --data FILE")
     parts = out.with_name(f".{out.name}.parts")
     console = Console(quiet=quiet)
-    with owned(out):
+    with exclusive_lock(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
         wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows

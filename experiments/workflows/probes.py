@@ -19,7 +19,7 @@ from flatshift.experiments.recipe.build import build
 from flatshift.experiments.recipe.tree import Branch, parse_file
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.samples import Kept, Sampling, records, write_samples
-from flatshift.experiments.workflows.subjects import Adapted, Subject, subjects_of
+from flatshift.experiments.workflows.subjects import Adapted, EvaluationTarget, subjects_of
 from flatshift.finetune.atomic import replacing_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
 from flatshift.finetune.config import Columns
@@ -27,7 +27,7 @@ from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
 from flatshift.finetune.figures import interval_text
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 
 DOCUMENT = "probe.json"
 NOTES = (
@@ -70,7 +70,7 @@ def probe_models(
         raise UserError("this probe has no templates; give --samples N to continue its prompts, or --data FILE")
     if sampling is not None and not probe.prompts:
         raise UserError("this probe has no prompts for --samples to continue; add `prompts` with {group}")
-    with nullcontext() if out is None else owned(out):
+    with nullcontext() if out is None else exclusive_lock(out):
         if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise UserError(f"--out: {out} is not empty; name a new directory")
         console = Console(quiet=quiet)
@@ -97,11 +97,11 @@ def probe_models(
 
 
 def _ask(
-    subject: Subject, probe: Probe, sampling: Sampling | None, kept: Kept, adapted: Adapted, console: Console
+    subject: EvaluationTarget, probe: Probe, sampling: Sampling | None, kept: Kept, adapted: Adapted, console: Console
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Figures of one model, and lines of generations.jsonl."""
     from flatshift.finetune.compute.presence import resolve_device
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.text import score_texts
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -112,7 +112,7 @@ def _ask(
     model = adapted.of(subject, learnt(recipe, home)[0] if home else None)
     tokenizer = open_backbone(recipe.backbone).tokenizer
     device = resolve_device(recipe.train.device)
-    inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
+    inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=device)
     found: dict[str, Any] = {}
     if probe.templates:
         made = sentences(probe)

@@ -73,7 +73,7 @@ def check_run(path: Path, recipe: Recipe) -> None:
 
 
 @contextmanager
-def saying_how_to_go_on(path: Path) -> Iterator[None]:
+def with_resume_hint(path: Path) -> Iterator[None]:
     """Ends an interruption inside, however it came, with the command by which the run in `path` goes on.
 
     Raises Interrupted for it.
@@ -146,7 +146,7 @@ def updates_made(path: Path) -> int:
     return max((step for step in made if isinstance(step, int)), default=0)
 
 
-def refuse_fewer(path: Path, steps: int) -> None:
+def check_steps_not_reduced(path: Path, steps: int) -> None:
     """Raise UserError for fewer steps than the run has made: what it holds is of more."""
     most = updates_made(path)
     if steps < most:
@@ -177,7 +177,7 @@ def check_inputs(path: Path) -> None:
     check_unchanged(path, manifest.get("adapters", {}))
 
 
-def leave(path: Path, console: Console) -> None:
+def discard_failed_run(path: Path, console: Console) -> None:
     """What becomes of a run that failed by its settings: what was finished stays, else the directory goes."""
     chosen = path / "selection"
     if not chosen.exists() and not (path / METRICS).exists():

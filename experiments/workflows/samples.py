@@ -23,7 +23,7 @@ from flatshift.experiments.workflows.generate import adapted_recipe, alone
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.compute.numerics import evaluating
 from flatshift.finetune.data.encoding import encode, end_token
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import Figure, ratio_statistic
@@ -109,7 +109,7 @@ def write_samples(
     task: Task,
     asked: Sampling,
     kept: Kept,
-    inference: Inference,
+    inference: EvalBatching,
     *,
     bar: Callable[[int], None] = lambda done: None,
 ) -> list[list[str]]:
@@ -211,7 +211,7 @@ def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
 
 def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
     """The classifier's probability of its toxic class for every text; 0 for an empty one."""
-    from flatshift.experiments.workflows.build import lay_out
+    from flatshift.experiments.workflows.build import load_model
     from flatshift.finetune.models.backbone import open_backbone
 
     path, recipe, names = _classifier(asked)
@@ -224,12 +224,12 @@ def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[
         coded = encode(
             rows, task=recipe.task, tokenizer=tokenizer, max_length=recipe.train.max_length, label_names=names
         )
-        engine, _ = lay_out(recipe, recipe.task, names, adapter=path / "adapter")
+        engine, _ = load_model(recipe, recipe.task, names, adapter=path / "adapter")
         with evaluating(engine.judged):
             _, logits = head_scores(
                 engine.judged,
                 coded.examples,
-                Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
+                EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
                 task=recipe.task,
             )
         shares = np.exp(logits - logits.max(-1, keepdims=True))

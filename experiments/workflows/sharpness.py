@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.data.splits import prepare, prepare_apart
 from flatshift.experiments.recipe import resume_recipe
-from flatshift.experiments.recipe.auto import readable
+from flatshift.experiments.recipe.auto import resolve_device_precision
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
-from flatshift.experiments.workflows.build import lay_out, lost_lines
+from flatshift.experiments.workflows.build import load_model, skipped_rows_summary
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.loss import with_reference
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import resume_command
@@ -68,12 +68,12 @@ def measure_run(
         RegularizerError: the model cannot be measured in one of the spaces.
     """
     settings = settings or Sharpness()
-    recipe = readable(resume_recipe(path, overrides).recipe)
+    recipe = resolve_device_precision(resume_recipe(path, overrides).recipe)
     _check(path, recipe, batches, split, data)
     console = Console(quiet=quiet)
     with cpu_threads(recipe.train.threads):
         prepared = prepare_apart(recipe, data, run=path) if data else prepare(recipe)
-        for line in lost_lines(prepared, recipe.train.max_length) if data else ():
+        for line in skipped_rows_summary(prepared, recipe.train.max_length) if data else ():
             console.say(line)
         splits = {name: list(getattr(prepared, name)) for name in SPLITS}
         chosen = "test" if data else split or next(name for name in SPLITS if splits[name])
@@ -87,11 +87,11 @@ def measure_run(
             )
         name = "data" if data else chosen
         rows = _rows(examples, batches * recipe.train.batch_size, seed)
-        engine, tokenizer = lay_out(recipe, recipe.task, prepared.label_names, adapter=path / "adapter")
+        engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names, adapter=path / "adapter")
         _widen(engine.model)
         micros = [
             micro.to(engine.device)
-            for micro in Inference.of(tokenizer, batch_size=recipe.train.batch_size).batches(rows, recipe.task)
+            for micro in EvalBatching.of(tokenizer, batch_size=recipe.train.batch_size).batches(rows, recipe.task)
         ]
         supervised = sum(micro.supervised for micro in micros)
         head = engine.find_head(micros[0].inputs, task=recipe.task)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flatshift.experiments.results.cells import MARKER
-from flatshift.experiments.workflows.export import handed_on
+from flatshift.experiments.workflows.export import files_to_upload
 from flatshift.experiments.workflows.run_parts import check_finished
 from flatshift.finetune.data.upload import RECORD, Uploaded, upload
 from flatshift.finetune.digests import DONE
@@ -55,7 +55,7 @@ def require_finished(folder: Path) -> None:
     elif any((folder / name).exists() for name in (RECIPE, MARKER, "state", "stages", "cells", "scores.parquet")):
         raise UserError(f"{folder} is not finished, it has no {DONE}; finish it by its own command, then push it")
     elif (folder / "README.md").is_file():
-        handed_on(folder)
+        files_to_upload(folder)
     elif next(folder.glob("*.npy"), None) is not None:
         raise UserError(f"{folder} has shards and no {MANIFEST}; `flatshift.selection.features.seal` writes it")
     else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.build import build
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import Resolved
@@ -25,7 +25,7 @@ from flatshift.finetune.errors import UserError
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluationTarget:
     """What is judged: a run's adapter on its backbone, or a backbone alone."""
 
     name: str
@@ -41,7 +41,9 @@ def is_run(name: str) -> bool:
     return (Path(name) / "recipe.resolved.yaml").is_file()
 
 
-def subjects_of(names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console) -> list[Subject]:
+def subjects_of(
+    names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console
+) -> list[EvaluationTarget]:
     """What `names` are: run directories, and backbones asked as the first run on them is, else as language models.
 
     Raises UserError for what is neither, and a bare backbone that cannot be judged so.
@@ -56,7 +58,7 @@ def subjects_of(names: Sequence[str], overrides: Sequence[Branch], has_data: boo
     for name in names:
         if name in runs:
             check_run(Path(name), runs[name])
-            found.append(Subject(name, runs[name], Path(name)))
+            found.append(EvaluationTarget(name, runs[name], Path(name)))
             continue
         if Path(name).is_dir() and not (Path(name) / "config.json").is_file():
             raise UserError(f"{name} is neither a run directory (recipe.resolved.yaml) nor a backbone (config.json)")
@@ -73,7 +75,7 @@ def subjects_of(names: Sequence[str], overrides: Sequence[Branch], has_data: boo
                     f"{name}: the head of task.kind: {recipe.task.kind} is trained with the adapter, so a bare "
                     "backbone has none to be judged by; name runs only"
                 )
-            found.append(Subject(name, recipe, like=Path(like)))
+            found.append(EvaluationTarget(name, recipe, like=Path(like)))
             continue
         if not has_data:
             raise UserError(f"{name} is a bare backbone, which has no rows of its own; give --data FILE")
@@ -83,12 +85,12 @@ def subjects_of(names: Sequence[str], overrides: Sequence[Branch], has_data: boo
         for one in given:
             tree = merge(tree, one)
         recipe = alone(build(Recipe, tree))
-        recipe = settled(Resolved(recipe, name, {}), say=console.say).recipe
+        recipe = resolve_auto(Resolved(recipe, name, {}), say=console.say).recipe
         if recipe.task.by_example:
             raise UserError(
                 f"{name}: a bare backbone has no head for task.kind: {recipe.task.kind}; take language-model"
             )
-        found.append(Subject(name, recipe))
+        found.append(EvaluationTarget(name, recipe))
     return found
 
 
@@ -106,7 +108,7 @@ class Adapted:
         self._base: Any = None
         self._model: Any = None
 
-    def of(self, subject: Subject, label_names: tuple[str, ...] | None) -> Any:
+    def of(self, subject: EvaluationTarget, label_names: tuple[str, ...] | None) -> Any:
         """The model of `subject` in evaluation precision; the one before it is no more."""
         from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
         from flatshift.finetune.adapters.offsets import offsets_of

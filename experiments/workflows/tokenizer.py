@@ -20,7 +20,7 @@ from flatshift.finetune.errors import UserError, first_line
 from flatshift.finetune.evaluate.bootstrap import ratio_interval
 from flatshift.finetune.evaluate.fertility import Cut, Vocabulary, cut_texts
 from flatshift.finetune.evaluate.text import dictionary_missing, language
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 
 DOCUMENT = "tokenizers.json"
 
@@ -52,7 +52,7 @@ def judge_tokenizers(
         raise UserError("tokenizer: name one at least, and texts with --data FILE")
     if reference is not None and group_by is None:
         raise UserError("--reference names a group; add --group-by COLUMN")
-    with nullcontext() if out is None else owned(out):
+    with nullcontext() if out is None else exclusive_lock(out):
         if out is not None and out.exists() and any(out.iterdir() if out.is_dir() else [out]):
             raise UserError(f"--out: {out} is not empty; name a new directory")
         rows = read_rows(

@@ -29,7 +29,7 @@ from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.data.tokenizer_schemes import LEAST, SCHEMES, Scheme, train_tokenizer
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.figures import interval_text
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.seeds import numpy_generator
 
 from .tokenizer import DOCUMENT, cut_by_each
@@ -73,7 +73,7 @@ def train_schemes(
         "schemes": list(schemes), "data": describe(data), "vocabulary": vocabulary, "seeds": seeds,
         "held_out": held_out, "group_by": group_by, "text": (columns or Columns()).text, "model": asdict(model),
     }  # fmt: skip
-    with owned(out), unfinished(out, yaml.safe_dump(settings, sort_keys=False)) as work:
+    with exclusive_lock(out), unfinished(out, yaml.safe_dump(settings, sort_keys=False)) as work:
         rows = require_rows(
             read_rows(
                 data, columns=Columns(text=settings["text"], id="\0"),

@@ -25,7 +25,7 @@ import yaml
 from flatshift.experiments.data.lengths import check_memory, check_positions, evaluation_line, longest_row
 from flatshift.experiments.data.sources import (
     check_supply,
-    in_steps,
+    epochs_to_steps,
     mixture_record,
     padding_line,
     supply,
@@ -33,7 +33,6 @@ from flatshift.experiments.data.sources import (
 )
 from flatshift.experiments.data.splits import (
     Prepared,
-    borrowed_lines,
     check_lines,
     check_record,
     learnt_record,
@@ -41,9 +40,10 @@ from flatshift.experiments.data.splits import (
     prepare,
     prepare_texts,
     recording_of,
+    sample_split_warning,
 )
 from flatshift.experiments.recipe import Resolved, resume_recipe
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.config import Recipe, warm_up_task
 from flatshift.experiments.recipe.resolve import held_out_lines, template_copy
 from flatshift.experiments.recipe.rules import check_recipe
@@ -57,19 +57,19 @@ from flatshift.experiments.workflows.build import (
     COLD_ROWS,
     FinishedSplits,
     Laid,
-    judge_cold,
+    evaluate_base_model,
+    format_metrics,
     judge_splits,
-    lost_lines,
-    shown,
+    skipped_rows_summary,
     text_perplexity,
 )
-from flatshift.experiments.workflows.context import RunContext, opened
+from flatshift.experiments.workflows.context import RunContext, run_context
 from flatshift.experiments.workflows.initial_adapter import (
-    beginning,
-    begins_elsewhere,
     check_backbone,
     check_beginning,
-    settle_beginning,
+    has_custom_init,
+    initial_adapter,
+    save_initial_adapter,
 )
 from flatshift.experiments.workflows.run_parts import (
     FINE_TUNE,
@@ -78,13 +78,13 @@ from flatshift.experiments.workflows.run_parts import (
     check_finished,
     check_going_on,
     check_inputs,
+    check_steps_not_reduced,
+    discard_failed_run,
     is_finished,
-    leave,
     recipe_inputs,
-    refuse_fewer,
     run_sums,
-    saying_how_to_go_on,
     updates_made,
+    with_resume_hint,
 )
 from flatshift.finetune.atomic import fsync_directory, read_object, write_json, write_text
 from flatshift.finetune.config import Optimizer, Train
@@ -95,12 +95,12 @@ from flatshift.finetune.data.labels import fold_units
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.digests import DONE, FILES, check_files, copy_sealed
 from flatshift.finetune.errors import OutOfMemory, UserError
-from flatshift.finetune.figures import beside_text, rate_text
+from flatshift.finetune.figures import predicted_vs_measured, rate_text
 from flatshift.finetune.launch import consistency, spawn, watchdog
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.capacity import Capacity, bits_each
 from flatshift.finetune.planner.cluster import Cluster
 from flatshift.finetune.planner.footprint import Sizes
@@ -149,17 +149,17 @@ def train(
         if world.is_main:
             refuse_old(out, resumable=True)
         # Everything that can be wrong with the input is found before the directory exists.
-        resolved = settled(resolved, say=said.append)
+        resolved = resolve_auto(resolved, say=said.append)
         recipe = resolved.recipe
         check_positions(recipe)
         prepared = prepare(recipe)
-        counted = in_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
+        counted = epochs_to_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
         if counted is not resolved:
             resolved, recipe = counted, counted.recipe
             said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
-        said += [*held_out_lines(resolved), *borrowed_lines(recipe)]
+        said += [*held_out_lines(resolved), *sample_split_warning(recipe)]
         if recipe.regularizer.kind != "plain":
             said.append(
                 f"regularizer: {recipe.regularizer.kind} ({resolved.origins.get('regularizer.kind', 'default')})"
@@ -177,11 +177,11 @@ def train(
         for line in said:
             console.say(line)
         try:
-            with saying_how_to_go_on(out), opened(recipe, run, console, world, draw=draw) as context:
+            with with_resume_hint(out), run_context(recipe, run, console, world, draw=draw) as context:
                 return execute(context, prepared)
         except (ValueError, OutOfMemory):  # the user's mistakes are of the first family
             if world.is_main:
-                leave(run.path, console)
+                discard_failed_run(run.path, console)
             raise
 
 
@@ -201,19 +201,19 @@ def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     return manifest
 
 
-def _alone_in(path: Path, world: World, **refusal: str) -> AbstractContextManager[None]:
+def _alone_in(path: Path, world: ProcessMesh, **refusal: str) -> AbstractContextManager[None]:
     """The main rank owns a run's directory for all."""
-    return owned(path, **refusal) if world.is_main else nullcontext()
+    return exclusive_lock(path, **refusal) if world.is_main else nullcontext()
 
 
 @contextmanager
-def _mesh(recipe: Recipe, *, path: Path) -> Iterator[World]:
+def _mesh(recipe: Recipe, *, path: Path) -> Iterator[ProcessMesh]:
     """This process's place in the recipe's mesh, agreed with the other ranks; left when all is done."""
     world = spawn.join(recipe.mesh, recipe.train.device)
     consistency.require_agreement(world, consistency.intentions(recipe, run=str(path)))
-    with watchdog.unhurried("preparing"):
+    with watchdog.no_progress_timeout("preparing"):
         yield world
-    spawn.leave(world)
+    spawn.destroy_process_group(world)
 
 
 def resume(
@@ -236,13 +236,13 @@ def resume(
     check_evaluation(path, resolved.recipe, before)
     said: list[str] = []
     with _mesh(resolved.recipe, path=path) as world, _alone_in(path, world, instead=""):
-        resolved = settled(resolved, say=said.append)
+        resolved = resolve_auto(resolved, say=said.append)
         if world.is_main:
             if resume_recipe(path, overrides).recipe != found.recipe:
                 raise UserError(f"{path} was changed by another command this moment; run this one again")
             RunDirectory.open(path)  # repairs what a killed process left torn
         world.wait()
-        refuse_fewer(path, resolved.recipe.train.steps)
+        check_steps_not_reduced(path, resolved.recipe.train.steps)
         run = RunDirectory(path, writes=world.is_main)
         console = Console(quiet=quiet or not world.is_main, verbose=verbose, log=run.log)
         for line in said:
@@ -267,7 +267,7 @@ def resume(
         prepared = prepare(resolved.recipe)
         if world.is_main and resolved.recipe.task != before.task:  # classes to be ranked
             write_json(path / "manifest.json", read_object(path / "manifest.json") | learnt_record(prepared))
-        with saying_how_to_go_on(path), opened(resolved.recipe, run, console, world, draw=draw) as context:
+        with with_resume_hint(path), run_context(resolved.recipe, run, console, world, draw=draw) as context:
             return execute(context, prepared)
 
 
@@ -411,7 +411,7 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     schedule = Schedule.of(plan.train, plan.optimizer, path / "stages" / plan.name)
     if schedule.begin:
         console.say(schedule.line())
-    begins = beginning(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
+    begins = initial_adapter(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
     engine, tokenizer = context.lay_out(
         recipe,
         plan.task,
@@ -423,11 +423,11 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     if plan.previous is not None:
         engine.load_adapter(plan.previous, partial=True)
     else:
-        settle_beginning(path, recipe, engine, console.say)
+        save_initial_adapter(path, recipe, engine, console.say)
     stage = training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
         result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
-    if context.world.is_main and (beside := beside_text(read_object(done).get("plan") or {})):
+    if context.world.is_main and (beside := predicted_vs_measured(read_object(done).get("plan") or {})):
         console.detail(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
         console.say(
@@ -435,7 +435,7 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
             f"{result.rewinds} spikes rolled back (log.txt has them)"
         )
     gc.collect()  # the optimizer's state, which cycles of hooks hold
-    return Trained(adapter, None if begins_elsewhere(recipe.adapter) else (engine, tokenizer))
+    return Trained(adapter, None if has_custom_init(recipe.adapter) else (engine, tokenizer))
 
 
 def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str, Any]], None]:
@@ -477,7 +477,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     for line in supply_lines(told, train.steps, about=batches.packed):
         say(line)
     context.console.detail(padding_line(batches, train))
-    for line in lost_lines(prepared, train.max_length):
+    for line in skipped_rows_summary(prepared, train.max_length):
         say(line)
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
@@ -582,7 +582,7 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(context.run.path / "adapter")
     finished = None if context.cell or world.size > 1 else FinishedSplits.at(context.run.path, recipe)
-    with watchdog.unhurried("evaluating"):
+    with watchdog.no_progress_timeout("evaluating"):
         keep = None if context.cell else context.run.path / PREDICTIONS
         result = judge_splits(
             recipe, engine, tokenizer, prepared, context.console, watch=context.watch, keep=keep, finished=finished
@@ -600,11 +600,11 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
         del engine, trained.model  # memory may not hold two
         if finished is None or finished.read("cold") is None:
             cold, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world)
-            with watchdog.unhurried("evaluating the cold backbone"):
-                found = judge_cold(recipe, cold, tokenizer, prepared, context.run.path, watch=context.watch)
+            with watchdog.no_progress_timeout("evaluating the cold backbone"):
+                found = evaluate_base_model(recipe, cold, tokenizer, prepared, context.run.path, watch=context.watch)
             for split, metrics in found.items():
                 rows = max(metric.get("n", 0) for metric in metrics.values())
-                context.console.say(f"backbone alone, {rows:,} rows of {split}: {', '.join(shown(metrics))}")
+                context.console.say(f"backbone alone, {rows:,} rows of {split}: {', '.join(format_metrics(metrics))}")
             if finished is not None:
                 finished.add("cold", found)
     if world.is_main:

@@ -52,15 +52,15 @@ class Calibration:
 
     def batches(self, device: torch.device, rows: int | None = None) -> list[MicroBatch]:
         """All rows once, padded together; `rows` at a time."""
-        from ..data.inference import Inference
+        from ..data.inference import EvalBatching
 
         size = rows or self.batch_size
-        batches = Inference(size, self.pad_id).batches(self.rows, self.task)
+        batches = EvalBatching(size, self.pad_id).batches(self.rows, self.task)
         return [batch.to(device) for batch in batches]
 
 
 @dataclass(frozen=True)
-class Beginning:
+class InitialAdapter:
     """What a fresh adapter begins with, where that is more than a draw; one of the two."""
 
     folder: Path | None = None

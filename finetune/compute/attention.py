@@ -16,8 +16,8 @@ ones, ALiBi) would leak in silence.
 several samples; on a GPU each look waits for the device. The host made the rows and knows: of rows of one sample each
 whether any is padded, and of packed ones that they are. A causal model that is padded on the right needs no mask for
 it: what lies behind a token is out of its sight anyway, and nobody supervises the padding. So its attention is the
-kernel's own causal one, without a mask of T². `known` puts its mask function in the place of those in transformers'
-registry; outside of `reading`, as in evaluation and generation, it is the same.
+kernel's own causal one, without a mask of T². `packed_attention` puts its mask function in the place of those in
+transformers' registry; outside of `packed_batch`, as in evaluation and generation, it is the same.
 
 **Blocks of queries**, for judging on a CPU in bf16. torch's flash attention for CPUs calls two small matrix products
 for every row, head and block of queries. In bf16 such a call costs more than the product itself where heads are narrow.
@@ -146,7 +146,7 @@ def _forward(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
 # --------------------------------------------------------------------------------------------- the choice
 
 
-def unusable(engine: Engine, train: Train, device: torch.device) -> str | None:
+def flash_attention_problem(engine: Engine, train: Train, device: torch.device) -> str | None:
     """Why packed rows get a dense mask here; None where the kernel may be tried."""
     if not is_cuda(device):
         return "no CUDA device"
@@ -156,7 +156,7 @@ def unusable(engine: Engine, train: Train, device: torch.device) -> str | None:
 
 
 def _unsuited(engine: Engine, train: Train) -> str | None:
-    """As `unusable`, of the run and its backbone."""
+    """As `flash_attention_problem`, of the run and its backbone."""
     if engine.world.width("cp", "pp") > 1:
         return "tokens lie on several ranks"
     base = engine.peft.get_base_model()
@@ -198,8 +198,8 @@ _ASKED: ContextVar[bool] = ContextVar("whether masks are made here", default=Fal
 
 
 @contextlib.contextmanager
-def known(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, masks of `model` are made of what `reading` says, where looking into them would wait for `device`.
+def packed_attention(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Inside, masks of `model` are made of what `packed_batch` says, where looking into them would wait for `device`.
 
     A backbone with another kind of mask than those of `sdpa` and `eager` attention keeps its own way.
     """
@@ -229,7 +229,7 @@ def known(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(batch: Any) -> Iterator[dict[str, Tensor]]:
+def packed_batch(batch: Any) -> Iterator[dict[str, Tensor]]:
     """Inside runs the forward pass of `batch` (`flatshift.finetune.compute.loss.Batch`); gives the model's keyword
     arguments for it."""
     inputs: dict[str, Tensor] = batch.inputs

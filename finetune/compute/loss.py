@@ -118,7 +118,7 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
         assert known.sides is not None
         return task.answer_losses(answer_log_probs(model, known, task=task, head=head), known.sides).sum()
     if head is None:
-        with attention(batch.inputs), packed_attention.reading(batch) as inputs:
+        with attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
         return loss_sum(logits, batch.labels, task=task, chosen=_chosen(batch))
 
@@ -126,7 +126,7 @@ def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None 
         # FSDP2 hooks what a unit returns and warns of views
         return _head_loss(hidden, head, batch, task).view(1, 1, 1).clone()
 
-    with head.computing(cost), attention(batch.inputs), packed_attention.reading(batch) as inputs:
+    with head.computing(cost), attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
         return model(**inputs).logits.sum()
 
 
@@ -144,7 +144,7 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
 def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: Head | None = None) -> Tensor:
     """Σ log p of the supervised tokens of each row, (R,) float32."""
     if head is None:
-        with attention(batch.inputs), packed_attention.reading(batch) as inputs:
+        with attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
         return _by_row(
             logits, batch, task, lambda rows, targets: F.cross_entropy(rows.float(), targets, reduction="none")
@@ -160,7 +160,7 @@ def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: H
     def summed(hidden: Tensor) -> Tensor:
         return _by_row(hidden, batch, task, nats).view(-1, 1, 1).clone()  # as in `batch_loss`
 
-    with head.computing(summed), attention(batch.inputs), packed_attention.reading(batch) as inputs:
+    with head.computing(summed), attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
         log_probs: Tensor = model(**inputs).logits.flatten()
     return log_probs
 

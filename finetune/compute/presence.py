@@ -26,7 +26,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
-class Presence:
+class CudaStatus:
     """What can be told of CUDA here."""
 
     torch: str
@@ -44,7 +44,7 @@ class Presence:
 
 
 @dataclass(frozen=True)
-class Absence:
+class CudaUnavailable:
     """Why there is no CUDA device."""
 
     what: str
@@ -53,7 +53,7 @@ class Absence:
     """The nearest thing to do about it, in the imperative; empty where nothing but a GPU would help."""
 
 
-def look() -> Presence:
+def probe_cuda() -> CudaStatus:
     """Read the facts; imports torch, and starts CUDA only where torch was built for it and sees no device."""
     import torch
 
@@ -67,7 +67,7 @@ def look() -> Presence:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return Presence(torch.__version__, built, has_driver(), os.environ.get(VISIBLE), count, said)
+    return CudaStatus(torch.__version__, built, has_driver(), os.environ.get(VISIBLE), count, said)
 
 
 def has_driver() -> bool:
@@ -81,7 +81,7 @@ def has_driver() -> bool:
     return True
 
 
-def absence(found: Presence) -> Absence | None:
+def absence(found: CudaStatus) -> CudaUnavailable | None:
     """Why torch sees no CUDA device; None where it sees one."""
     if found.count:
         return None
@@ -89,25 +89,27 @@ def absence(found: Presence) -> Absence | None:
         what = f"torch {found.torch} is a build without CUDA"
         if found.driver:
             wanted = f"torch=={found.torch.partition('+')[0]}"
-            return Absence(
+            return CudaUnavailable(
                 f"{what}, though an NVIDIA driver is here",
                 f"pip install --force-reinstall '{wanted}' without the index of CPU builds",
             )
-        return Absence(f"{what}, and no NVIDIA driver is here", "")
+        return CudaUnavailable(f"{what}, and no NVIDIA driver is here", "")
     here = f"torch {found.torch} is built for {found.built_for}"
     if not found.driver and not found.built_for.startswith("ROCm"):
-        return Absence(f"{here}, but no NVIDIA driver is here", "install one")
+        return CudaUnavailable(f"{here}, but no NVIDIA driver is here", "install one")
     if found.visible is not None and _hides_all(found.visible):
-        return Absence(f"{VISIBLE}={found.visible!r} hides every CUDA device", f"unset {VISIBLE}, or name one in it")
+        return CudaUnavailable(
+            f"{VISIBLE}={found.visible!r} hides every CUDA device", f"unset {VISIBLE}, or name one in it"
+        )
     words = f" ({found.said})" if found.said else ""
     hidden = f", {VISIBLE}={found.visible}" if found.visible is not None else ""
-    return Absence(
+    return CudaUnavailable(
         f"{here} and sees no device though a driver is here{hidden}{words}",
         f"look at `nvidia-smi`, {VISIBLE} and whether the driver is new enough",
     )
 
 
-def missing(name: str, found: Presence) -> str:
+def missing(name: str, found: CudaStatus) -> str:
     """What a run is told whose device `name` (cuda, cuda:N) is not there."""
     reason = absence(found)
     if reason is not None:
@@ -159,5 +161,5 @@ def resolve_device(name: str) -> torch.device:
     if device.type not in {"cpu", "cuda"}:
         raise UserError(f"train.device: {name!r} is not served; take auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"train.device: {missing(name, look())}")
+        raise UserError(f"train.device: {missing(name, probe_cuda())}")
     return device

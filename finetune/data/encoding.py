@@ -99,7 +99,7 @@ def _or(given: float | None, default: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Truncation:
     """What a sample lost to fit; false for nothing."""
 
     needs: int
@@ -115,7 +115,7 @@ class Cut:
 
 
 @dataclass
-class LeftOut:
+class DroppedRows:
     """Which rows get no example, and which are cut."""
 
     bad_rows: str
@@ -155,7 +155,7 @@ class LeftOut:
             raise UserError(f"{row.where}: {reason}; leave the row out, or set data.bad_rows: skip")
         self.skipped.append(f"{row.where}: {reason}")
 
-    def long(self, row: Row, cut: Cut) -> bool:
+    def long(self, row: Row, cut: Truncation) -> bool:
         """Count a sample that is longer than allowed; whether it is left out.
 
         cut: what it loses if it is not.
@@ -176,7 +176,7 @@ class LeftOut:
 
 
 @dataclass
-class Losses:
+class TruncationCounts:
     """What the samples of one split or source have lost for their length. A chat's answers its encoder counts."""
 
     called: str
@@ -188,7 +188,7 @@ class Losses:
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     at_least: int | None = None
-    """As of `LeftOut`."""
+    """As of `DroppedRows`."""
     split: int = 0
     pieces: int = 0
 
@@ -254,7 +254,7 @@ class Losses:
         return f"{length:,}" if self.at_least is None or length < self.at_least else f"at least {length:,}"
 
 
-Made = tuple[Example | list[Example] | str, Cut]
+Made = tuple[Example | list[Example] | str, Truncation]
 """Result of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
 
 
@@ -291,13 +291,13 @@ class Encoder:
         beginning)."""
         if eos is not None and eos not in specials.suffix:
             self.end = (*specials.suffix, eos)
-        self.rest = LeftOut(bad_rows, overlong, max_length)
+        self.rest = DroppedRows(bad_rows, overlong, max_length)
         self.form = ""
         """What the first row's prompt was made of (`flatshift.finetune.data.rows.PROMPTS`)."""
 
     def add(self, rows: Iterable[Row]) -> Encoded:
         """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""
-        self.rest = rest = LeftOut(self.bad_rows, self.overlong, self.max_length)
+        self.rest = rest = DroppedRows(self.bad_rows, self.overlong, self.max_length)
         examples, names = self.task.encode(rows, self)
         return rest.encoded(examples, names)
 
@@ -387,7 +387,7 @@ class Encoder:
             else:
                 yield row
 
-    def _texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, Cut]]:
+    def _texts(self, rows: Sequence[Row]) -> list[tuple[list[int], list[int] | None, Truncation]]:
         firsts = self.tokens(self.within((row.values["text"] for row in rows), left=self.left))["input_ids"]
         paired = [i for i, row in enumerate(rows) if row.values.get("text2") is not None]
         seconds: dict[int, list[int]] = {}
@@ -397,7 +397,7 @@ class Encoder:
             seconds = dict(zip(paired, ids, strict=True))
         return [self._text(a, seconds.get(i)) for i, a in enumerate(firsts)]
 
-    def _text(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None, Cut]:
+    def _text(self, a: list[int], b: list[int] | None) -> tuple[list[int], list[int] | None, Truncation]:
         s = self.specials
         if b is None:
             ids, cut = self.closed(a, s.suffix, left=self.left)
@@ -408,7 +408,7 @@ class Encoder:
         two = [*shortened(b, keep_b, left=self.left), *s.pair_suffix]
         segments = [s.segments[0]] * len(one) + [s.segments[1]] * len(two) if s.segments else None
         lost = len(a) + len(b) - keep_a - keep_b
-        return one + two, segments, Cut(len(one) + len(two) + lost, lost > 0)
+        return one + two, segments, Truncation(len(one) + len(two) + lost, lost > 0)
 
     # --------------------------------------------------------------------------------------------- for tasks: tokens
 
@@ -448,11 +448,11 @@ class Encoder:
             size *= 2
         return text
 
-    def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Cut]:
+    def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Truncation]:
         """The tokenizer's template around `ids`, closed by `end`, and what the ids lost to fit."""
         around = len(self.specials.prefix) + len(end)
         kept = shortened(ids, self.max_length - around, left=left)
-        return [*self.specials.prefix, *kept, *end], Cut(len(ids) + around, len(kept) < len(ids))
+        return [*self.specials.prefix, *kept, *end], Truncation(len(ids) + around, len(kept) < len(ids))
 
     def bytes(self, text: str, batch: Any, i: int, first: int, stop: int) -> int:
         """UTF-8 bytes of the tokens `first ≤ k < stop` of text i of a batch."""

@@ -31,7 +31,7 @@ def _unheard(rows: int) -> None:
 
 
 @dataclass(frozen=True)
-class Share:
+class DataShard:
     """This process's part of an evaluation. All processes go through the same batches; the default takes every row."""
 
     index: int = 0
@@ -58,11 +58,11 @@ class Share:
         return (items, True) if items else (list(batch[:1]), False)
 
 
-ALONE = Share()
+ALONE = DataShard()
 
 
 @dataclass(frozen=True)
-class Inference:
+class EvalBatching:
     """How forward passes without gradients are made."""
 
     batch_size: int
@@ -72,7 +72,7 @@ class Inference:
     device: torch.device | str = "cpu"
     autocast_dtype: torch.dtype | None = None
     """None: the model's own precision."""
-    share: Share = ALONE
+    share: DataShard = ALONE
     beat: Callable[[int], None] = _unheard
     """Called after each batch with the number of examples that it finished, and in one process with 0 after each token
     that is written; what it raises ends the evaluation. Every rank of a mesh calls it at the same places."""
@@ -85,8 +85,8 @@ class Inference:
         *,
         batch_size: int,
         device: torch.device | str = "cpu",
-        share: Share = ALONE,
-    ) -> Inference:
+        share: DataShard = ALONE,
+    ) -> EvalBatching:
         """With the tokenizer's padding, and in the precision of `train`, which must be settled; without one in the
         model's own."""
         dtype = None if train is None else autocast_dtype(train)
@@ -126,11 +126,11 @@ class Inference:
         """True if somebody follows the progress."""
         return self.beat is not _unheard
 
-    def unheard(self) -> Inference:
+    def unheard(self) -> EvalBatching:
         """The same for a trial, whose rows are no progress."""
         return replace(self, beat=_unheard)
 
-    def spread(self, rows: int) -> Inference:
+    def spread(self, rows: int) -> EvalBatching:
         """The same where every example is so many rows."""
         finished = 0
 

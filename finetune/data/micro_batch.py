@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sides:
+class PreferenceTargets:
     """What a loss of whole answers must know of the R rows of a micro-batch, each a prompt with one answer.
 
     Of pairs the rows are chosen, rejected, chosen, rejected, …
@@ -42,7 +42,7 @@ class Sides:
     drift: Tensor | None = None
     """Scalar: how far the model is from the backbone, nats an answer, over the whole update (KTO's z0)."""
 
-    def to(self, device: torch.device | str) -> Sides:
+    def to(self, device: torch.device | str) -> PreferenceTargets:
         """The same on another device."""
         tensors: dict[str, Any] = {
             name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
@@ -79,7 +79,7 @@ class MicroBatch:
     real: tuple[int, int] | None = None
     """Its tokens on all sides without padding, and its pairs of tokens that belong to one sample (of an encoder's);
     None: not counted yet."""
-    sides: Sides | None = None
+    sides: PreferenceTargets | None = None
     """Of a loss of whole answers; None for every other."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
@@ -128,7 +128,7 @@ class Collator:
         return sum((part.lengths for part in (self.answers, self.rejected) if part is not None), self.lengths)
 
     def answered(self, examples: Sequence[int], others: Sequence[int], pad_id: int, multiple: int = 1) -> MicroBatch:
-        """Rows of one answer each (`Sides`).
+        """Rows of one answer each (`PreferenceTargets`).
 
         others: for each example the one whose answers stand for its own in `Sides.mismatched`.
         """
@@ -154,7 +154,7 @@ class Collator:
             supervised=int(self.counts[list(examples)].sum()),
             samples=len(examples),
             rows=tuple((i,) for i in examples for _ in range(1 + paired)),
-            sides=Sides(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
+            sides=PreferenceTargets(torch.tensor(signs), torch.tensor(lengths), paired, mismatched),
         )
 
     def _rows_of(self, i: int) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -61,7 +61,7 @@ def whole_parts(weights: Sequence[float]) -> list[int]:
     return [weight // common for weight in whole]
 
 
-class Turns:
+class MixtureSchedule:
     """Which of k sources each sample came from, n = 0, 1, 2, …; 4 bytes a sample."""
 
     def __init__(self, k: int) -> None:
@@ -104,7 +104,7 @@ class Proportions:
         self.parts = whole_parts(weights)
         """Samples of each source in a period."""
         self.period = sum(self.parts)
-        self._turns = Turns(len(weights))
+        self._turns = MixtureSchedule(len(weights))
         self._served = [0] * len(weights)
         self._ready: list[tuple[int, int]] = []
         self._waiting = [(self._release(i, 0), i) for i, part in enumerate(self.parts) if part]
@@ -190,7 +190,7 @@ class TokenProportions:
         self._common = math.lcm(*(part for part in self.parts if part))
         self._scale = [self._common // part if part else 0 for part in self.parts]  # 1 / w_i, in units of all
         self._lengths = [_endless(one) for one in lengths]
-        self._turns = Turns(len(self.parts))
+        self._turns = MixtureSchedule(len(self.parts))
         self._total = 0
         self._served = [0] * len(self.parts)  # tokens
         self._waiting = [(0, i) for i, part in enumerate(self.parts) if part]  # by where the next sample may begin

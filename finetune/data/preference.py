@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .chat.encode import ChatEncoder
-from .encoding import Cut, Encoder, LeftOut, chunks, is_blank, prompt_form
+from .encoding import DroppedRows, Encoder, Truncation, chunks, is_blank, prompt_form
 from .example import IGNORE, Encoded, Example
 from .rows import Row, missing_column, shared_prompt
 from .template import fit_completion
@@ -98,7 +98,7 @@ class PreferenceEncoder:
 
     def add(self, rows: Iterable[Row]) -> Encoded:
         """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""
-        rest = LeftOut(self._how["bad_rows"] or "refuse", self._how["overlong"], self.max_length)
+        rest = DroppedRows(self._how["bad_rows"] or "refuse", self._how["overlong"], self.max_length)
         examples: list[Example] = []
         for chunk in chunks(rows, _CHUNK):
             self._form = self._form or chunk[0].form
@@ -142,7 +142,7 @@ class PreferenceEncoder:
 
     # ------------------------------------------------------------------------------------------------------------ texts
 
-    def _texts(self, rows: Sequence[Row]) -> list[tuple[Example, Cut] | str]:
+    def _texts(self, rows: Sequence[Row]) -> list[tuple[Example, Truncation] | str]:
         """The example of each row whose prompt and answers are texts, or why there is none."""
         prompt, answer = self.task.templates()
         filled: list[tuple[list[str], bool | None] | str] = []
@@ -165,7 +165,7 @@ class PreferenceEncoder:
         ]
         flat = [text for one in filled if not isinstance(one, str) for text in one[0]]
         batch = self._text.tokens(flat) if flat else {"input_ids": []}
-        made: list[tuple[Example, Cut] | str] = []
+        made: list[tuple[Example, Truncation] | str] = []
         place = 0
         for row, one in zip(rows, filled, strict=True):
             if isinstance(one, str):
@@ -186,7 +186,7 @@ class PreferenceEncoder:
 
     def _fitted(
         self, row: Row, texts: Sequence[str], batch: Any, place: int, desirable: bool | None
-    ) -> tuple[Example, Cut] | str:
+    ) -> tuple[Example, Truncation] | str:
         """texts: prompt and answers, whose tokens lie in the batch from `place` on."""
         to = self._text
         prompt, *answers = batch["input_ids"][place : place + len(texts)]
@@ -204,14 +204,14 @@ class PreferenceEncoder:
             sides.append(([*context, *kept], [IGNORE] * len(context) + kept))
             cut_answer, something = cut_answer or len(kept) < len(ids), something or shorter
         lost = bool(prompt) and sides[0][1].count(IGNORE) == len(prefix)
-        cut = Cut(len(prefix) + len(prompt) + reserve, something, answer=cut_answer, prompt=lost)
+        cut = Truncation(len(prefix) + len(prompt) + reserve, something, answer=cut_answer, prompt=lost)
         kept_tokens = min(len(answers[0]), len(sides[0][1]) - sides[0][1].count(IGNORE))
         size = to.bytes(texts[1], batch, place + 1, 0, kept_tokens)
         return _example(row, sides, size, desirable), cut
 
     # --------------------------------------------------------------------------------------------------- conversations
 
-    def _conversations(self, rows: Sequence[Row]) -> list[tuple[Example, Cut] | str]:
+    def _conversations(self, rows: Sequence[Row]) -> list[tuple[Example, Truncation] | str]:
         """The example of each row as its conversations are written, or why there is none."""
         assert self._chat is not None
         talks: list[Row] = []
@@ -236,7 +236,7 @@ class PreferenceEncoder:
             ]
         encoded = self._chat.add(talks)
         by_place = {example.where: example for example in encoded.examples}
-        made: list[tuple[Example, Cut] | str] = []
+        made: list[tuple[Example, Truncation] | str] = []
         for row in rows:
             if row.where in reasons:
                 made.append(reasons[row.where])
@@ -250,7 +250,9 @@ class PreferenceEncoder:
             made.append(bad or self._shortened(row, [by_place[place] for place in places], desirable))
         return made
 
-    def _shortened(self, row: Row, talks: Sequence[Example], desirable: bool | None) -> tuple[Example, Cut] | str:
+    def _shortened(
+        self, row: Row, talks: Sequence[Example], desirable: bool | None
+    ) -> tuple[Example, Truncation] | str:
         """Conversations without the right end that does not fit."""
         limit = self.max_length
         whole = [(one.input_ids, one.labels) for one in talks if isinstance(one.labels, list)]
@@ -259,7 +261,7 @@ class PreferenceEncoder:
             return f"train.max_length = {limit} tokens leave nothing of an answer"
         needs = max(len(ids) for ids, _ in whole)
         beyond = any(label != IGNORE for _, labels in whole for label in labels[limit:])
-        return _example(row, sides, talks[0].bytes, desirable), Cut(needs, needs > limit, answer=beyond)
+        return _example(row, sides, talks[0].bytes, desirable), Truncation(needs, needs > limit, answer=beyond)
 
 
 def _example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) -> Example:

@@ -85,19 +85,19 @@ class RemoteFile:
         """
         assert mode == "rb"
         store, path = open_store(self.url)
-        with told(self.url):
-            handle = patiently(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
+        with translate_store_errors(self.url):
+            handle = with_retries(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
             about = getattr(handle, "details", None) or {}
             if not _marks(about):  # a client that asked for no more than the size, or nothing
-                about = patiently(self.url, lambda: store.info(path))
+                about = with_retries(self.url, lambda: store.info(path))
         _same(self.url, about)
         return io.BufferedReader(_Blocks(self.url, handle), BLOCK)
 
     def digest(self) -> tuple[str, int]:
         """SHA-256 and bytes; read once in a process where the store tells of versions."""
         store, path = open_store(self.url)
-        with told(self.url):
-            mark = _same(self.url, patiently(self.url, lambda: store.info(path)))
+        with translate_store_errors(self.url):
+            mark = _same(self.url, with_retries(self.url, lambda: store.info(path)))
         if mark is not None and self.url in _DIGESTS:
             return _DIGESTS[self.url]
         digest, size = hashlib.sha256(), 0
@@ -139,19 +139,19 @@ def find(name: str) -> tuple[list[RemoteFile], bool]:
     store, path = open_store(name)
     pattern = glob.has_magic(_page(name) if scheme(name) in _ASKS_ONCE else name)
     try:
-        with told(name):
-            about = patiently(name, lambda: store.info(path))
+        with translate_store_errors(name):
+            about = with_retries(name, lambda: store.info(path))
     except _NotThere as error:
         if not pattern:
             raise UserError(str(error) + _nearest(store, name, path)) from error.__cause__
         about = None
     if about is not None and about["type"] != "directory":
         return [RemoteFile(name, about.get("size"))], False
-    with told(name):
+    with translate_store_errors(name):
         if about is None:
-            found = patiently(name, lambda: store.glob(path, detail=True)).values()
+            found = with_retries(name, lambda: store.glob(path, detail=True)).values()
         else:
-            found = patiently(name, lambda: store.ls(path, detail=True))
+            found = with_retries(name, lambda: store.ls(path, detail=True))
     files = _in_order(store, found)
     if about is None and not path.rpartition("/")[2].startswith("."):
         files = [file for file in files if not file.name.startswith(".")]  # a star means no hidden ones
@@ -191,8 +191,8 @@ class _Blocks(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        with told(self._url):
-            data = patiently(self._url, lambda: self._part(len(buffer)))
+        with translate_store_errors(self._url):
+            data = with_retries(self._url, lambda: self._part(len(buffer)))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -276,7 +276,7 @@ def open_store(url: str) -> tuple[Any, str]:
     return store, store._strip_protocol(url)
 
 
-def patiently(url: str, ask: Callable[[], _T]) -> _T:
+def with_retries(url: str, ask: Callable[[], _T]) -> _T:
     """What `ask` gives, asked again after waits where the store's client does not do so itself."""
     for wait in _WAITS if scheme(url) in _ASKS_ONCE else ():
         try:
@@ -289,7 +289,7 @@ def patiently(url: str, ask: Callable[[], _T]) -> _T:
 
 
 @contextlib.contextmanager
-def told(url: str, *, writes: bool = False) -> Iterator[None]:
+def translate_store_errors(url: str, *, writes: bool = False) -> Iterator[None]:
     """Turn what the clients of stores raise, each in kinds of its own, into one sentence."""
     try:
         yield

@@ -142,7 +142,7 @@ def read_rows(
             column of `used` or `named` that no row has (after the last row).
     """
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
-    seen, unnamed = Seen(), Unnamed()
+    seen, unnamed = SeenIds(), AutoIds()
     paths = expand(files)
     renamed = [n for n in used if n in reader.names and reader.names[n] != getattr(_DEFAULT, n)]
     absent = {reader.names[n]: f"{setting}.{n}" for n in renamed}
@@ -536,7 +536,7 @@ _BATCH = 1 << 16
 _BY_PLACE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
 
 
-class Seen:
+class SeenIds:
     """Which ids there were before, as hashes: 8 to 16 bytes each instead of the hundred that a set of strings takes.
 
     The last `batch` of them are compared at once, older ones when the batch is full, and at the end.
@@ -582,7 +582,7 @@ def looks_unnamed(given: str) -> bool:
     return _BY_PLACE.fullmatch(given) is not None
 
 
-class Unnamed:
+class AutoIds:
     """Which records had no id, a bit for each line of each file.
 
     imitated: whether a given id looked like the name of such a record; before that none can be like one to come.

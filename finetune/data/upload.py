@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from .remote import BLOCK, open_store, patiently, scheme, told
+from .remote import BLOCK, open_store, scheme, translate_store_errors, with_retries
 
 RECORD = "upload.json"
 _FORMAT, _VERSION = "flatshift upload", 1
@@ -96,8 +96,8 @@ class _Place:
 
     def objects(self) -> dict[str, Mapping[str, Any]]:
         """What the store says of each object there, by its name from there."""
-        with told(self.url, writes=True):
-            found = patiently(self.url, lambda: self.store.find(self.path, detail=True))
+        with translate_store_errors(self.url, writes=True):
+            found = with_retries(self.url, lambda: self.store.find(self.path, detail=True))
         if self.path in found:
             raise UserError(f"{self.url} is an object; name a place that a folder can lie in")
         return {
@@ -109,25 +109,25 @@ class _Place:
     def put(self, file: Path, name: str) -> None:
         """Send a file."""
         parts = {"chunksize": _PART} if scheme(self.url) in ("s3", "s3a") else {}
-        with told(f"{self.url}/{name}", writes=True):
-            patiently(self.url, lambda: self.store.put_file(str(file), f"{self.path}/{name}", **parts))
+        with translate_store_errors(f"{self.url}/{name}", writes=True):
+            with_retries(self.url, lambda: self.store.put_file(str(file), f"{self.path}/{name}", **parts))
 
     def write(self, name: str, content: bytes) -> None:
         """Make a small object."""
-        with told(f"{self.url}/{name}", writes=True):
-            patiently(self.url, lambda: self.store.pipe_file(f"{self.path}/{name}", content))
+        with translate_store_errors(f"{self.url}/{name}", writes=True):
+            with_retries(self.url, lambda: self.store.pipe_file(f"{self.path}/{name}", content))
 
     def read(self, name: str) -> bytes:
         """A small object's bytes."""
-        with told(f"{self.url}/{name}", writes=True):
-            content: bytes = patiently(self.url, lambda: self.store.cat_file(f"{self.path}/{name}"))
+        with translate_store_errors(f"{self.url}/{name}", writes=True):
+            content: bytes = with_retries(self.url, lambda: self.store.cat_file(f"{self.path}/{name}"))
         return content
 
     def digest(self, name: str) -> str:
         """SHA-256 of an object, read back."""
         digest = hashlib.sha256()
         with (
-            told(f"{self.url}/{name}", writes=True),
+            translate_store_errors(f"{self.url}/{name}", writes=True),
             self.store.open(f"{self.path}/{name}", "rb", block_size=BLOCK) as handle,
         ):
             while chunk := handle.read(BLOCK):

@@ -24,7 +24,7 @@ import numpy as np
 
 from ..config import Columns
 from ..errors import UserError, is_disk_full
-from .rows import Row, Seen, canonical_values
+from .rows import Row, SeenIds, canonical_values
 
 Span = tuple[int, int]
 """Start and end of a piece, in characters of its row's text."""
@@ -258,7 +258,7 @@ class RowView(Sequence[Row]):
         sources = _Column(self, lambda rows: self._store.values("id", self._base[rows]))
         if not any(_PIECE.search(name) for name in sources):
             return
-        seen = Seen()
+        seen = SeenIds()
         found = [twin for number, name in enumerate(self.ids) for twin in seen.add(name, str(number))]
         for name, number in (*found, *seen.finish()):
             first = next(i for i, other in enumerate(self.ids) if other == name)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..data.example import IGNORE, Example
-from ..data.inference import Inference
+from ..data.inference import EvalBatching
 from ..errors import UserError
-from .generation import lacking_room, written
+from .generation import context_overflow, generate_batches
 
 _BETA2 = 4.0
 _LONGEST = 6
@@ -19,7 +19,7 @@ def generate_answers(
     model: Any,
     tokenizer: Any,
     examples: Sequence[Example],
-    inference: Inference,
+    inference: EvalBatching,
     *,
     max_new_tokens: int,
     num_beams: int = 1,
@@ -59,7 +59,7 @@ def generate_answers(
         min_length=0,
     )
     answers: dict[int, str] = {}
-    for places, said in written(model, prompts, config, inference):
+    for places, said in generate_batches(model, prompts, config, inference):
         texts = tokenizer.batch_decode(said.cpu(), skip_special_tokens=True)
         answers |= {i: text.strip() for i, text in zip(places, texts, strict=True)}
     answers = inference.share.union(answers)
@@ -117,7 +117,7 @@ def check_room(model: Any, examples: Iterable[Example], max_new_tokens: int) -> 
         raise UserError(f"task.max_new_tokens: {max_new_tokens} leaves no answer; give at least 1")
     longest = max(examples, key=lambda example: len(prompt_of(example)))
     prompt = prompt_of(longest)
-    room = lacking_room(model, prompt, max_new_tokens, apart=longest.decoder_ids is not None)
+    room = context_overflow(model, prompt, max_new_tokens, apart=longest.decoder_ids is not None)
     if room is not None:
         raise UserError(
             f"{longest.where}: a prompt of {len(prompt)} tokens and task.max_new_tokens "

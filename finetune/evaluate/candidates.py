@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.inference import Inference
+from ..data.inference import EvalBatching
 from ..models.anatomy import given_cache, kept_cache
 from .generation import padded
 
@@ -70,7 +70,7 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[i
 
 @torch.no_grad()
 def score(
-    model: Any, items: Sequence[Sequence[Candidate]], inference: Inference, *, shared: bool | None = None
+    model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, *, shared: bool | None = None
 ) -> list[list[NDArray[np.float64]]]:
     """log p of every scored token of every candidate of every item.
 
@@ -118,7 +118,7 @@ def _own(item: Sequence[Candidate]) -> int:
 
 
 def _batches(
-    order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: Inference
+    order: list[int], items: Sequence[Sequence[Candidate]], model: Any, inference: EvalBatching
 ) -> list[list[int]]:
     vocabulary, found, start = int(model.config.get_text_config().vocab_size), [], 0
     while start < len(order):
@@ -130,14 +130,14 @@ def _batches(
     return found
 
 
-def _read(model: Any, ids: Sequence[int], inference: Inference) -> Any:
+def _read(model: Any, ids: Sequence[int], inference: EvalBatching) -> Any:
     with inference.precision():
         row = torch.tensor([list(ids)], device=inference.device)
         return kept_cache(model(input_ids=row, use_cache=True, logits_to_keep=1))
 
 
 def _together(
-    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: Inference
+    model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: EvalBatching
 ) -> list[list[NDArray[np.float64]]]:
     """Items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
     owns = [_own(item) for item in items]
@@ -156,7 +156,7 @@ def answer_nats(
     model: Any,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
-    inference: Inference,
+    inference: EvalBatching,
     *,
     size: int = 0,
     cache: Any = None,
@@ -198,7 +198,9 @@ def answer_nats(
     return nats, real
 
 
-def _apart(model: Any, items: Sequence[Sequence[Candidate]], inference: Inference) -> list[list[NDArray[np.float64]]]:
+def _apart(
+    model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching
+) -> list[list[NDArray[np.float64]]]:
     """Every candidate as a row of its own, the longest first."""
     flat = [one for item in items for one in item]
     order = sorted(range(len(flat)), key=lambda i: -len(flat[i].ids))
@@ -220,7 +222,7 @@ def _apart(model: Any, items: Sequence[Sequence[Candidate]], inference: Inferenc
     return [[found[next(rows_)] for _ in item] for item in items]
 
 
-def _can_share(model: Any, items: Sequence[Sequence[Candidate]], inference: Inference) -> bool:
+def _can_share(model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching) -> bool:
     """Whether both ways agree on the shortest and the longest item of a group together, so that padding is in play."""
     if getattr(model, "soft_tokens", 0):
         return False

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compute.numerics import evaluating
 from ..config import check_bounds
-from ..data.inference import ALONE, Inference
+from ..data.inference import ALONE, EvalBatching
 from ..errors import UserError
 from ..models.anatomy import before_text
 from ..models.families import usable_positions
@@ -79,7 +79,7 @@ def continue_prompts(
     model: Any,
     prompts: Sequence[Sequence[int]],
     decoding: Decoding,
-    inference: Inference,
+    inference: EvalBatching,
     *,
     end: int | Sequence[int] | None,
     decoder_start: int | None = None,
@@ -94,7 +94,7 @@ def continue_prompts(
         end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
         numbers: which of the seed's draws each prompt has; None: those of its place.
         decoder_start: for encoder-decoders, the token that the decoder begins with.
-        on_token: as of `flatshift.finetune.evaluate.generation.written`.
+        on_token: as of `flatshift.finetune.evaluate.generation.generate_batches`.
 
     Raises:
         UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
@@ -115,7 +115,7 @@ def continue_prompts(
     with evaluating(model), _without_own_settings(model):
         own = list(range(len(prompts)) if numbers is None else numbers)
         drawing = lambda places: _drawing(decoding, [own[place] for place in places])  # noqa: E731
-        for places, said in written(model, prompts, config, inference, processors=drawing, on_token=on_token):
+        for places, said in generate_batches(model, prompts, config, inference, processors=drawing, on_token=on_token):
             for place, tokens in zip(places, said.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
                 yield place, Answer(tokens[:stop], stop is not None)
@@ -169,7 +169,7 @@ def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
     for place, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {place + 1} is empty and this tokenizer begins no text by itself; write something")
-        room = lacking_room(model, prompt, max_new_tokens, apart=apart)
+        room = context_overflow(model, prompt, max_new_tokens, apart=apart)
         if room is not None:
             raise UserError(
                 f"prompt {place + 1}: {len(prompt)} tokens and --max-new-tokens {max_new_tokens} do not fit {room}; "
@@ -181,11 +181,11 @@ def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
 
 @torch.no_grad()
-def written(
+def generate_batches(
     model: Any,
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
-    inference: Inference,
+    inference: EvalBatching,
     *,
     processors: Callable[[Sequence[int]], list[Any]] | None = None,
     on_token: Callable[[int], None] | None = None,
@@ -228,7 +228,7 @@ def written(
 class _Heard:
     """A stopping criterion that stops nothing: it tells of a token."""
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: EvalBatching) -> None:
         self.inference = inference
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **more: Any) -> Tensor:
@@ -251,7 +251,7 @@ class _Streamer:
         pass
 
 
-def lacking_room(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:
+def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:
     """The room that a prompt and its answer do not fit, as in `the backbone's 96 positions`; None where they do.
 
     apart: encoder and decoder count their own positions.

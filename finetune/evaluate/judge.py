@@ -12,7 +12,7 @@ import torch
 from ..compute.numerics import evaluating
 from ..config import Evaluate
 from ..data.example import IGNORE, Example, summed
-from ..data.inference import Inference
+from ..data.inference import EvalBatching
 from ..errors import UserError
 from .answers import generate_answers
 from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
@@ -32,7 +32,7 @@ def evaluate(
     *,
     task: Task,
     config: Evaluate,
-    inference: Inference | None = None,
+    inference: EvalBatching | None = None,
     label_names: Sequence[str] | None = None,
     seed: int = 0,
     figures: dict[str, Figure] | None = None,
@@ -43,7 +43,7 @@ def evaluate(
     Returns what the task's `judge` names, each as `{value, low, high, n}` with n the number of examples. A figure that
     is not finite is null. On a mesh every rank calls this and gets the same figures; `inference` says which rows are
     its own, and without it this is one process on a CPU. `figures` receives each as what can be asked of groups of the
-    examples and beside another model's; `said` what the model says of each example (`Judge.said`).
+    examples and beside another model's; `said` what the model says of each example (`Evaluator.said`).
 
     Raises:
         UserError: no examples, or answers that do not fit the backbone.
@@ -51,21 +51,21 @@ def evaluate(
     if not examples:
         raise UserError("there is nothing to evaluate: the split has no examples")
     draw = {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
-    inference = inference or Inference.of(tokenizer, batch_size=config.batch_size)
+    inference = inference or EvalBatching.of(tokenizer, batch_size=config.batch_size)
     with evaluating(model):
-        judge = Judge(model, tokenizer, task, inference, draw, label_names, {} if figures is None else figures)
+        judge = Evaluator(model, tokenizer, task, inference, draw, label_names, {} if figures is None else figures)
         judge = replace(judge, said={} if said is None else said)
         return task.judge(judge, examples)
 
 
 @dataclass(frozen=True)
-class Judge:
+class Evaluator:
     """A model under judgement: what it says of examples, and intervals of figures. What is asked is the task's."""
 
     model: Any
     tokenizer: Any
     task: Task
-    inference: Inference
+    inference: EvalBatching
     draw: dict[str, Any]
     """Of intervals: `resamples, confidence, seed`."""
     label_names: Sequence[str] | None = None
@@ -213,7 +213,7 @@ class Judge:
 def head_scores(
     model: torch.nn.Module,
     examples: Sequence[Example],
-    inference: Inference,
+    inference: EvalBatching,
     *,
     task: Task,
 ) -> tuple[np.ndarray, np.ndarray]:

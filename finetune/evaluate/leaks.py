@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..compute.attention import NAME, Kernel, as_mask, flash, register, unusable
+from ..compute.attention import NAME, Kernel, as_mask, flash, flash_attention_problem, register
 from ..compute.numerics import evaluating
 from ..compute.precision import autocast
 from ..config import Train
@@ -26,7 +26,7 @@ _NOISE = 10.0
 """Factor above its own noise from which a difference is a leak, on a model that does not repeat its bits."""
 
 
-def refuse_leaks(
+def check_packing_isolation(
     model: torch.nn.Module, *, starts: bool = False, agree: Callable[[bool], bool] = lambda differs: differs
 ) -> None:
     """Check on the model itself that a packed sample sees nothing of its neighbours.
@@ -89,13 +89,13 @@ def rows_apart(
 ) -> Iterator[bool]:
     """Whether packed rows are attended to sample by sample inside; the backbone has its own attention afterwards.
 
-    say: told in a line what was chosen and why. The kernel is taken only where `refuse_leaks` finds that no sample sees
-    another by it, and where it runs at all.
+    say: told in a line what was chosen and why. The kernel is taken only where `check_packing_isolation` finds that no
+    sample sees another by it, and where it runs at all.
     """
     base: Any = engine.peft.get_base_model()
     before = base.config._attn_implementation
     try:
-        reason = _agreed(engine, unusable(engine, train, device))
+        reason = _agreed(engine, flash_attention_problem(engine, train, device))
         if reason is None:
             register(kernel)
             base.set_attn_implementation(NAME)
@@ -113,7 +113,7 @@ def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
     """What is wrong with the kernel on this backbone, tried out; None where samples do not see each other."""
     try:
         with autocast(train, device):
-            refuse_leaks(engine.judged, starts=True, agree=engine.world.any)
+            check_packing_isolation(engine.judged, starts=True, agree=engine.world.any)
     except (UserError, RuntimeError, ValueError, TypeError) as error:
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     finally:

@@ -233,7 +233,7 @@ METRICS = {metric.name: metric for metric in _ALL}
 
 
 def metric_of(name: str) -> Metric:
-    """The metric of this name, what it lacks (`lack_of`) included; for a figure that is none of ours, one of which
+    """The metric of this name, what it lacks (`loss_form`) included; for a figure that is none of ours, one of which
     nothing is known but its name."""
     whole = METRICS.get(name.removeprefix(_LACK))
     if whole is not None and name.startswith(_LACK) and whole.bounds is not None:
@@ -245,7 +245,7 @@ def metric_of(name: str) -> Metric:
     return METRICS.get(name) or Metric(name=name, title=name.replace("_", " "))
 
 
-def lack_of(name: str) -> str:
+def loss_form(name: str) -> str:
     """The figure that falls as the metric `name` gets better: itself, of accuracy the error, else 1 less the metric,
     which is at best 1."""
     return "error" if name == "accuracy" else name if metric_of(name).lower else f"{_LACK}{name}"

@@ -12,8 +12,8 @@ import torch
 from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head, head_probe
 from ..compute.numerics import evaluating
 from ..data.example import Example
-from ..data.inference import ALONE, Inference
-from ..data.micro_batch import Sides
+from ..data.inference import ALONE, EvalBatching
+from ..data.micro_batch import PreferenceTargets
 from ..models.anatomy import vocabulary_size
 from .bootstrap import Interval
 from .metrics import functions
@@ -21,7 +21,7 @@ from .perplexity import LOGITS
 
 if TYPE_CHECKING:
     from ..tasks import Task
-    from .judge import Judge
+    from .judge import Evaluator
 
 
 Ratio = tuple[np.ndarray, np.ndarray]
@@ -60,7 +60,7 @@ class Scores:
 def score_answers(
     model: Any,
     examples: Sequence[Example],
-    inference: Inference,
+    inference: EvalBatching,
     *,
     task: Task,
     head: Head | None = None,
@@ -98,7 +98,7 @@ def score_answers(
                     found[place, index] = column.cpu().double().numpy().reshape(-1, count)
             beat()
     log_probs, reference, lengths, signs, apart = torch.from_numpy(inference.share.add(found)).flatten(1)
-    sides = Sides(
+    sides = PreferenceTargets(
         signs,
         lengths,
         count == 2,
@@ -116,7 +116,7 @@ def score_answers(
     )
 
 
-def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
+def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> Scores:
     """`score_answers` of the model under judgement."""
     inference, head = judge.inference, None
     if inference.share == ALONE:
@@ -126,7 +126,7 @@ def answer_scores(judge: Judge, examples: Sequence[Example]) -> Scores:
     return score_answers(judge.model, examples, inference, task=judge.task, head=head)
 
 
-def judge_answers(judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+def judge_answers(judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
     """`loss`, and of pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; of single answers the
     mean rewards of those that are desirable (chosen) and of the others (rejected). Of a loss with a reference also
     `reference_distance`."""

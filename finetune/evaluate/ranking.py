@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ..data.example import IGNORE, Example
-from ..data.inference import ALONE, Inference
+from ..data.inference import ALONE, EvalBatching
 from .answers import prompt_of
 from .candidates import answer_nats
 from .generation import batched
@@ -31,7 +31,7 @@ _VECTORS = 1 << 26
 """Bytes of vectors (`adapter.projector`) that rows hold at once: 64 MiB."""
 
 
-def rank_choices(model: Any, examples: Sequence[Example], inference: Inference, *, task: Task) -> np.ndarray:
+def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatching, *, task: Task) -> np.ndarray:
     """Log-likelihood in nats of every choice of every example, (N, K) float64.
 
     The model is called as it stands: put it into evaluation mode before (`evaluating`). Each example has K `choices`.
@@ -49,7 +49,7 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: Inference, 
     return inference.share.add(scores)
 
 
-def _can_share(model: Any, examples: Sequence[Example], inference: Inference, task: Task) -> bool:
+def _can_share(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> bool:
     """Whether both ways agree on the shortest and the longest item together (so that padding is in play)."""
     if any(not prompt_of(example) or example.features is not None for example in examples):
         return False  # no prompt to share, or one that begins with vectors
@@ -65,7 +65,7 @@ def _can_share(model: Any, examples: Sequence[Example], inference: Inference, ta
     return bool(np.allclose(shared, apart, rtol=1e-4 if exact else 2e-2, atol=1e-3 if exact else 5e-2))
 
 
-def _separately(model: Any, examples: Sequence[Example], inference: Inference, task: Task) -> np.ndarray:
+def _separately(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> np.ndarray:
     """Every (prompt, choice) pair as a row of its own; where each has a copy of vectors, some examples at a time."""
     size, first = len(examples), examples[0]
     if first.features is not None:
@@ -75,7 +75,7 @@ def _separately(model: Any, examples: Sequence[Example], inference: Inference, t
     return np.concatenate([_apart(model, examples[i : i + size], inference, task) for i in parts])
 
 
-def _apart(model: Any, examples: Sequence[Example], inference: Inference, task: Task) -> np.ndarray:
+def _apart(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> np.ndarray:
     rows = []
     for example in examples:
         prompt = prompt_of(example)
@@ -88,7 +88,7 @@ def _apart(model: Any, examples: Sequence[Example], inference: Inference, task: 
     return -nats.reshape(len(examples), -1)
 
 
-def _shared(model: Any, examples: Sequence[Example], inference: Inference) -> np.ndarray:
+def _shared(model: Any, examples: Sequence[Example], inference: EvalBatching) -> np.ndarray:
     """B items with K choices each, (B, K)."""
     choices = [choice for example in examples for choice in example.choices or ()]
     nats, real = answer_nats(model, [prompt_of(example) for example in examples], choices, inference)

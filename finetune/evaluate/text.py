@@ -23,7 +23,7 @@ import regex
 from numpy.typing import NDArray
 
 from ..data.example import IGNORE, Example
-from ..data.inference import Inference
+from ..data.inference import EvalBatching
 from ..errors import UserError
 from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
 from .metrics import functions
@@ -134,7 +134,7 @@ def score_texts(
     model: Any,
     tokenizer: Any,
     texts: Sequence[str],
-    inference: Inference,
+    inference: EvalBatching,
     *,
     task: Task,
     window: int,

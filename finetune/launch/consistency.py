@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from ..atomic import make_directory
 from ..errors import UserError
 from .failure import rank, read_cause, several
-from .rendezvous import JOIN_SECONDS, Silent, reach_board
+from .rendezvous import JOIN_SECONDS, RankTimeout, reach_board
 
 if TYPE_CHECKING:
-    from ..parallel.mesh import World
+    from ..parallel.mesh import ProcessMesh
 
 _ROOMS = ("", "experiments", "finetune", "selection", "regularizers")
 _TRIES = 100
@@ -40,7 +40,7 @@ def intentions(recipe: Any, **more: str) -> dict[str, str]:
     return found | more
 
 
-def require_agreement(world: World, facts: Mapping[str, str]) -> None:
+def require_agreement(world: ProcessMesh, facts: Mapping[str, str]) -> None:
     """Compare `facts` over all ranks. Collective.
 
     Raises:
@@ -67,7 +67,7 @@ def require_agreement(world: World, facts: Mapping[str, str]) -> None:
     )
 
 
-def _broadcast(world: World, text: str, speaker: int) -> str:
+def _broadcast(world: ProcessMesh, text: str, speaker: int) -> str:
     """The speaker's text on every rank. Collective."""
     import torch
     import torch.distributed as dist
@@ -101,7 +101,7 @@ def word_of_main(name: str, text: str) -> str:
             if word is not None:
                 return word
             time.sleep(0.1)
-    except Silent:
+    except RankTimeout:
         pass
     raise UserError(f"rank {rank()} heard nothing from rank 0; look whether it was started")
 

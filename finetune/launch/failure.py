@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from ..errors import STOP_SIGNALS, first_line, is_out_of_memory
-from .rendezvous import Board, Silent, hosted_by_agent, job_board
+from .rendezvous import KeyValueStore, RankTimeout, hosted_by_agent, job_board
 
 CAUSE = "cause"
 GRACE, PATIENT_GRACE = 3.0, 30.0
@@ -52,7 +52,7 @@ _ECHOES = (
 
 
 @dataclass(frozen=True)
-class Cause:
+class FailureReason:
     """Why a job ends, and how."""
 
     code: int
@@ -68,7 +68,7 @@ class Cause:
 _again = "the last checkpoint is kept, continue with `flatshift train --resume`"
 
 
-def goes_on(words: str) -> None:
+def set_resume_hint(words: str) -> None:
     """Set what the user of this process is told about an interrupted job, where it is not one of `train`."""
     global _again
     _again = words
@@ -89,13 +89,13 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def read_cause(board: Board) -> Cause | None:
+def read_cause(board: KeyValueStore) -> FailureReason | None:
     """The cause that was claimed, if any; raises Silent."""
     text = board.get(CAUSE)
-    return Cause(**json.loads(text)) if text is not None else None
+    return FailureReason(**json.loads(text)) if text is not None else None
 
 
-def claim_cause(board: Board, cause: Cause) -> Cause:
+def claim_cause(board: KeyValueStore, cause: FailureReason) -> FailureReason:
     """Claim `cause` unless another came first; the one that stands. The claimant says it where no launcher does.
 
     Raises Silent.
@@ -109,7 +109,7 @@ def claim_cause(board: Board, cause: Cause) -> Cause:
     return standing
 
 
-def speak(message: str, code: int, *, patient: bool = False) -> int:
+def report_failure(message: str, code: int, *, patient: bool = False) -> int:
     """Say why this process ends, unless another rank has done so; returns the exit code to end with.
 
     patient: the others are ending too, of their own accord, and may still be saving.
@@ -117,8 +117,8 @@ def speak(message: str, code: int, *, patient: bool = False) -> int:
     _be_deaf()
     board = job_board() if several() else None
     if board is not None:
-        cause = Cause(code, message, rank(), PATIENT_GRACE if patient else GRACE)
-        with contextlib.suppress(Silent):
+        cause = FailureReason(code, message, rank(), PATIENT_GRACE if patient else GRACE)
+        with contextlib.suppress(RankTimeout):
             return claim_cause(board, cause).code
     if rank() == 0:  # a single process, or nobody to ask: rank 0 speaks for all
         print(message, file=sys.stderr, flush=True)
@@ -140,22 +140,24 @@ def speak_of(error: Exception, missing: Callable[[], list[str]]) -> int:
     _be_deaf()
     who = f"rank {rank()} " if several() else ""
     if is_out_of_memory(error):
-        return speak(f"flatshift: interrupted: {who}ran out of memory ({first_line(error)}); {_MEMORY_ADVICE}", 3)
+        return report_failure(
+            f"flatshift: interrupted: {who}ran out of memory ({first_line(error)}); {_MEMORY_ADVICE}", 3
+        )
     if several() and is_echo(error):
         standing = wait_for_cause()
         if standing is not None:
             return standing.code
         other = ", ".join(missing()) or "another rank"
-        return speak(
+        return report_failure(
             f"flatshift: interrupted: {who}lost contact with {other}, which ended or cannot be reached "
             f"({first_line(error)}); {again()}",
             3,
         )
     text = traceback.format_exc().rstrip()
     if not several():
-        return speak(text, 70)
-    wait_for_cause(_STRANGE_ECHO_SECONDS)  # `speak` yields to it
-    return speak(f"flatshift: {who}failed, and the fault is ours:\n{text}", 70)
+        return report_failure(text, 70)
+    wait_for_cause(_STRANGE_ECHO_SECONDS)  # `report_failure` yields to it
+    return report_failure(f"flatshift: {who}failed, and the fault is ours:\n{text}", 70)
 
 
 _MEMORY_ADVICE = (
@@ -172,12 +174,12 @@ def is_echo(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _ECHOES)
 
 
-def wait_for_cause(seconds: float = ECHO_SECONDS) -> Cause | None:
+def wait_for_cause(seconds: float = ECHO_SECONDS) -> FailureReason | None:
     """The cause, waited for up to `seconds`; None if nobody names one or the board does not answer."""
     board = job_board()
     deadline = time.monotonic() + seconds
     while board is not None:
-        with contextlib.suppress(Silent):
+        with contextlib.suppress(RankTimeout):
             cause = read_cause(board)
             if cause is not None:
                 return cause
@@ -204,7 +206,7 @@ def sign_off(seconds: float = _LEAVE_SECONDS) -> None:
     board = job_board() if several() else None
     if board is None:
         return
-    with contextlib.suppress(Silent):
+    with contextlib.suppress(RankTimeout):
         board.put(f"left-{rank()}", "")
         if board.local or hosted_by_agent() or rank() != 0:
             return

@@ -23,11 +23,11 @@ JOIN_SECONDS = 180.0
 """How long ranks wait for each other at the start; machines may import at very different speeds."""
 
 
-class Silent(Exception):
+class RankTimeout(Exception):
     """The board's host does not answer."""
 
 
-class Board(Protocol):
+class KeyValueStore(Protocol):
     """Named texts that every rank sees."""
 
     local: bool
@@ -62,7 +62,7 @@ class FolderBoard:
         except FileNotFoundError:
             if self.folder.is_dir():
                 return None
-            raise Silent(str(self.folder)) from None
+            raise RankTimeout(str(self.folder)) from None
 
     def claim(self, key: str, text: str) -> bool:
         temporary = self._written(text)
@@ -71,7 +71,7 @@ class FolderBoard:
         except FileExistsError:
             return False
         except OSError as error:
-            raise Silent(str(self.folder)) from error
+            raise RankTimeout(str(self.folder)) from error
         finally:
             temporary.unlink(missing_ok=True)
         return True
@@ -109,11 +109,11 @@ def _silent_on_errors() -> Any:
     try:
         yield
     except (OSError, RuntimeError) as error:  # torch's store errors are RuntimeErrors
-        raise Silent(str(error)) from error
+        raise RankTimeout(str(error)) from error
 
 
 @functools.cache
-def job_board() -> Board | None:
+def job_board() -> KeyValueStore | None:
     """The board of the job that this process is a rank of; None if it is no rank, or the store cannot be reached.
 
     Connects at most once per process. Where no agent hosts the store, rank 0 hosts it from here on.
@@ -134,7 +134,7 @@ def job_board() -> Board | None:
     return None
 
 
-def reach_board() -> Board:
+def reach_board() -> KeyValueStore:
     """The board of the job that this process is a rank of. Raises UserError if there is none to be reached."""
     board = job_board()
     if board is None:

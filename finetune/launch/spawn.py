@@ -6,7 +6,7 @@ The parent never imports torch: it holds a port for the ranks' store, gives each
 its share of the cores, forwards a request to stop once, and reads from the job's board what the ranks have to say. A
 rank that died without a word (SIGKILL) is spoken for here.
 
-The ranks' part: `join` makes the process group and the mesh, `leave` takes them down.
+The ranks' part: `join` makes the process group and the mesh, `destroy_process_group` takes them down.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from typing import TYPE_CHECKING
 from ..compute.allocator import growing_segments
 from ..config import Mesh
 from ..errors import STOP_SIGNALS, UserError
-from ..lock import scratch
+from ..lock import temporary_directory
 from ..planner.devices import machine_memory
-from .failure import PATIENT_GRACE, Cause, claim_cause, rank, read_cause, sign_off
+from .failure import PATIENT_GRACE, FailureReason, claim_cause, rank, read_cause, sign_off
 from .rendezvous import FOLDER, JOIN_SECONDS, FolderBoard, attempt, job_store, reach_board
 
 if TYPE_CHECKING:
     import torch
 
-    from ..parallel.mesh import World
+    from ..parallel.mesh import ProcessMesh
 
 _TICK = 0.05
 _KILL_SECONDS = 5.0
@@ -114,7 +114,7 @@ def spawn(
             f"mesh: {ranks:,} ranks are {ranks:,} processes, more than {memory / 2**30:.0f} GiB of memory hold; "
             f"take {max(1, memory // _RANK_BYTES)} or fewer here, or start them on several machines with torchrun"
         )
-    with scratch("flatshift-ranks-") as folder:
+    with temporary_directory("flatshift-ranks-") as folder:
         (folder / "board").mkdir()
         with _held_port() as held:
             processes = _start(command, ranks, threads, folder, held)
@@ -233,7 +233,7 @@ def _supervise(job: _Job) -> None:
         job.stage = 2
 
 
-def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
+def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
     """The cause where ranks ended without one: killed from outside before crashed before merely ended."""
 
     def weight(rank: int) -> int:
@@ -247,12 +247,12 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
         message = (
             job.again or f"finished parts are kept; a run that has begun resumes with `flatshift train --resume{where}`"
         )
-        return Cause(3, f"flatshift: interrupted: {message}", rank)
+        return FailureReason(3, f"flatshift: interrupted: {message}", rank)
     if process.returncode >= 0:
         words = _kept(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
         said = "; its last words:\n" + "\n".join(words) if words else ""
         message = f"flatshift: rank {rank} (pid {process.pid}) ended with exit code {process.returncode}{said}"
-        return Cause(process.returncode, "" if rank == 0 else message, rank)  # rank 0 has the terminal itself
+        return FailureReason(process.returncode, "" if rank == 0 else message, rank)  # rank 0 has the terminal itself
     number = signal.Signals(-process.returncode)
     reason = "; the kernel ends processes so when memory runs out" if number == signal.SIGKILL else ""
     then = job.again or f"the last checkpoint is kept: continue with `flatshift train --resume{where}`"
@@ -260,7 +260,7 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> Cause:
         f"flatshift: interrupted: rank {rank} (pid {process.pid}) was killed by signal {number:d} ({number.name})"
         f"{reason}; {then}"
     )
-    return Cause(3, message, rank)
+    return FailureReason(3, message, rank)
 
 
 def _verdict(job: _Job) -> int:
@@ -300,7 +300,7 @@ def tie_to_launcher() -> None:
 _PR_SET_PDEATHSIG = 1
 
 
-def join(mesh: Mesh, device: str) -> World:
+def join(mesh: Mesh, device: str) -> ProcessMesh:
     """This process's place in `mesh`: the process group (gloo, on CUDA also NCCL) is made and the watch begins.
 
     device: `train.device`; on CUDA each rank takes the device of its local number. A process that no launcher started
@@ -312,20 +312,20 @@ def join(mesh: Mesh, device: str) -> World:
     """
     import torch
 
-    from ..parallel.mesh import World, refuse_product
+    from ..parallel.mesh import ProcessMesh, refuse_product
     from . import watchdog
 
     processes = int(os.environ["WORLD_SIZE"]) if launched() else 1
     refuse_product(mesh, processes)
     place = _device(device, processes)
     if processes == 1:
-        return World.alone(place)
+        return ProcessMesh.alone(place)
     watchdog.start(mesh.stall)
     _await_all(processes)
     _make_group(place, processes)
     if place.type == "cuda":
         torch.cuda.set_device(place)
-    return World.of(mesh, place)
+    return ProcessMesh.of(mesh, place)
 
 
 def _await_all(processes: int) -> None:
@@ -379,7 +379,7 @@ def _device(name: str, processes: int) -> torch.device:
     return torch.device("cuda", local)
 
 
-def leave(world: World) -> None:
+def destroy_process_group(world: ProcessMesh) -> None:
     """Take the process group down after all work is done; no rank waits for another in a collective."""
     import torch.distributed as dist
 

@@ -1,10 +1,10 @@
 """A thread on every rank that notices what blocked main threads cannot: a rank that stopped, hangs, or has failed.
 
 Each rank posts a heartbeat on the job's board. A rank whose heartbeat stands still for `mesh.stall` seconds is stopped
-or its machine is gone. Where all ranks are in a phase that must get on (`hurried`), hearts beat, and no rank has made
-progress for that long (at least ten times the longest update so far), the one furthest behind is named. The finder says
-so once, and every rank leaves by `os._exit`: the main threads are inside collectives that will never return, and files
-are only ever put in place whole.
+or its machine is gone. Where all ranks are in a phase that must get on (`progress_timeout`), hearts beat, and no rank
+has made progress for that long (at least ten times the longest update so far), the one furthest behind is named. The
+finder says so once, and every rank leaves by `os._exit`: the main threads are inside collectives that will never
+return, and files are only ever put in place whole.
 
 Clocks are never compared: each watcher counts its own time since a rank's heartbeat last changed, in ticks that a
 pause of the watcher itself (a sleeping laptop) cannot stretch.
@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .failure import Cause, again, claim_cause, rank, read_cause, several
-from .rendezvous import Board, Silent, hosted_by_agent, job_board
+from .failure import FailureReason, again, claim_cause, rank, read_cause, several
+from .rendezvous import KeyValueStore, RankTimeout, hosted_by_agent, job_board
 
 BEAT_SECONDS, LOOK_SECONDS = 2.0, 0.5
 WATCHMEN = 3
@@ -70,7 +70,7 @@ class Watch:
     """
 
     def __init__(
-        self, board: Board, *, rank: int, size: int, stall: float, end: Callable[[int], object] = os._exit
+        self, board: KeyValueStore, *, rank: int, size: int, stall: float, end: Callable[[int], object] = os._exit
     ) -> None:
         self.board, self.rank, self.size, self.stall, self.end = board, rank, size, stall, end
         self.numbered = 0
@@ -90,7 +90,7 @@ class Watch:
         """Say that this rank left in good order, and end."""
         self._over.set()
         self._thread.join(timeout=5)
-        with contextlib.suppress(Silent):
+        with contextlib.suppress(RankTimeout):
             self._post(left=True)
 
     def progress(self, step: int, phase: str) -> None:
@@ -125,7 +125,7 @@ class Watch:
                     since_beat = 0.0
                 self._look(tick)
                 self.silence = 0.0
-            except Silent:
+            except RankTimeout:
                 self.silence += max(tick, time.monotonic() - now)
                 if self.silence > self.stall:
                     self._board_is_gone()
@@ -198,11 +198,11 @@ class Watch:
     def _report(self, who: int | None, beat: Beat, what: str) -> None:
         place = f"rank {who} ({beat.host}:{beat.pid}) " if who is not None else ""
         message = f"flatshift: interrupted: {place}{what}; {again()}"
-        claim_cause(self.board, Cause(3, message, who, grace=0.0))
+        claim_cause(self.board, FailureReason(3, message, who, grace=0.0))
         if who is not None and beat.host == socket.gethostname():
             _end_sibling(beat.pid)
 
-    def _follow(self, cause: Cause) -> None:
+    def _follow(self, cause: FailureReason) -> None:
         """The job is over: give the main thread the cause's grace to end by itself, then leave."""
         if cause.rank == self.rank and cause.grace:
             return  # the main thread is on its way out
@@ -275,11 +275,11 @@ def missing() -> list[str]:
     return _watch.missing() if _watch is not None else []
 
 
-def hurried(phase: str) -> contextlib.AbstractContextManager[None]:
+def progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
     """A phase in which `progress` is called again and again (updates): where it stays out, the job hangs."""
     return _watch.pace(phase, hurried=True) if _watch is not None else contextlib.nullcontext()
 
 
-def unhurried(phase: str) -> contextlib.AbstractContextManager[None]:
+def no_progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
     """A phase that may take any time, on every rank or on one that the others wait for (a report, a save)."""
     return _watch.pace(phase, hurried=False) if _watch is not None else contextlib.nullcontext()

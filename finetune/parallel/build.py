@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..adapters.adapter import attach_adapter, attach_on_meta, initial_value
-from ..adapters.initial_values import Beginning
+from ..adapters.initial_values import InitialAdapter
 from ..compute.numerics import dropout_rates, uncounted_dropout, uses_dropout
 from ..compute.precision import adapter_dtype
 from ..config import Adapter, Mesh, Train
@@ -28,7 +28,7 @@ from ..models.quantize import describe, unwrap_packed
 from ..models.weight_names import canonical
 from .activation_checkpoint import checkpoint_activations
 from .engine import Engine
-from .mesh import World
+from .mesh import ProcessMesh
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -44,10 +44,10 @@ def build_engine(
     adapter: Adapter,
     train: Train,
     mesh: Mesh,
-    world: World,
+    world: ProcessMesh,
     label_names: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
-    beginning: Beginning | None = None,
+    beginning: InitialAdapter | None = None,
 ) -> Engine:
     """The frozen `backbone` with a fresh adapter, laid out on `mesh`; collective.
 
@@ -126,7 +126,7 @@ def refuse_parameters(model: Any) -> None:
         )
 
 
-def _quantised_on_mesh(model: Any, *, train: Train, mesh: Mesh, world: World) -> Engine:
+def _quantised_on_mesh(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
     """Every rank reads and quantises the whole backbone, in a quarter or half of its bytes in bf16, and keeps its
     shard: blocks of packed values do not follow the rows by which files are read, and double quantisation needs all
     scales of a weight."""
@@ -152,7 +152,7 @@ def _on_mesh(
     adapter: Adapter,
     train: Train,
     mesh: Mesh,
-    world: World,
+    world: ProcessMesh,
     label_names: Sequence[str] | None,
     say: Callable[[str], None],
 ) -> Engine:

@@ -30,7 +30,7 @@ from ..compute.loss import IGNORED, Batch
 from ..errors import UserError
 from ..models.anatomy import backbone_of
 from ..models.families import context_families
-from .mesh import World
+from .mesh import ProcessMesh
 from .tensor import borders
 
 _serial = itertools.count()
@@ -74,7 +74,7 @@ class ContextParallel:
     Attention modules gather in backward, too, where activation checkpointing runs them again.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessMesh) -> None:
         self.rank, self.width, self.group = world.index("cp"), world.width("cp"), world.group("cp")
         self.multiple = 2 * self.width
         """Rows have a multiple of so many tokens."""

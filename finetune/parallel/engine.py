@@ -34,15 +34,15 @@ from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
 from ..compute.loss import Head, batch_loss, find_head, head_probe, with_reference
-from ..data.inference import Share
+from ..data.inference import DataShard
 from ..errors import UserError
 from ..models.anatomy import position_limit
 from ..models.weight_names import canonical
-from .layout import Layout, Slice, local, put, whole_all
-from .mesh import DATA, TOKENS, World
+from .layout import Slice, TensorParallelLayout, local, put, whole_all
+from .mesh import DATA, TOKENS, ProcessMesh
 
 if TYPE_CHECKING:
-    from ..data.micro_batch import MicroBatch, Sides
+    from ..data.micro_batch import MicroBatch, PreferenceTargets
     from ..tasks import Task
     from .context import ContextParallel
     from .fsdp import Sharding
@@ -69,9 +69,9 @@ class Engine:
     def __init__(
         self,
         model: Any,
-        world: World,
+        world: ProcessMesh,
         *,
-        layout: Layout | None = None,
+        layout: TensorParallelLayout | None = None,
         sharding: Sharding | None = None,
         runner: PipelineRunner | None = None,
         tokens: ContextParallel | None = None,
@@ -87,7 +87,7 @@ class Engine:
             multiple: rows come padded to a multiple of so many tokens.
         """
         self.model, self.world, self.multiple = model, world, multiple
-        self.layout = layout or Layout()
+        self.layout = layout or TensorParallelLayout()
         self.sharding, self.runner, self.tokens = sharding, runner, tokens
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
@@ -102,7 +102,7 @@ class Engine:
     @classmethod
     def alone(cls, model: nn.Module) -> Engine:
         """One process with the whole model."""
-        return cls(model, World.alone(next(model.parameters()).device))
+        return cls(model, ProcessMesh.alone(next(model.parameters()).device))
 
     # ------------------------------------------------------------------ where and what
 
@@ -157,12 +157,12 @@ class Engine:
         return self.model if self.runner is None else self.runner.stand_in
 
     @property
-    def evaluation(self) -> Share:
+    def evaluation(self) -> DataShard:
         """This rank's part of an evaluation, in which cp ranks take whole rows of their own."""
         if self.world.size == 1:
-            return Share()
+            return DataShard()
         index, width = self.stream
-        return Share(
+        return DataShard(
             index,
             width,
             multiple=self.multiple,
@@ -225,7 +225,7 @@ class Engine:
         task: Task,
         head: Head | None,
         precision: Callable[[], contextlib.AbstractContextManager[Any]],
-    ) -> list[Sides | None]:
+    ) -> list[PreferenceTargets | None]:
         """What must be known of an update of a `task.has_reference` before its passes: of each of this rank's
         micro-batches the reference and the drift of its answers (`flatshift.finetune.compute.loss.with_reference`).
 
@@ -425,10 +425,15 @@ class Engine:
 
 
 class MeshPlacement:
-    """What `regularizers` may know of a `World` and a `Layout`."""
+    """What `regularizers` may know of a `ProcessMesh` and a `Layout`."""
 
     def __init__(
-        self, world: World, layout: Layout, parameters: Mapping[str, nn.Parameter], *, gradient_scale: float
+        self,
+        world: ProcessMesh,
+        layout: TensorParallelLayout,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        gradient_scale: float,
     ) -> None:
         """`parameters`: this rank's trained ones by canonical name."""
         self._world, self._layout, self._parameters = world, layout, parameters

@@ -32,7 +32,7 @@ from ..errors import UserError
 from ..models.anatomy import blocks
 from ..models.weight_names import canonical
 from .layout import local
-from .mesh import World
+from .mesh import ProcessMesh
 
 # A first dim that does not divide is still cut if it is this many times the ranks: the remainder is then negligible.
 _LONG = 64
@@ -68,7 +68,7 @@ class Sharding:
             unit.reshard()
 
 
-def shard(model: nn.Module, *, mesh: Mesh, world: World, reshard: bool | None = None) -> Sharding:
+def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | None = None) -> Sharding:
     """Shard `model` in place over dp (and cp), with copies along replicate; nothing is done where both are 1.
 
     Args:
@@ -159,7 +159,7 @@ def _ends(root: nn.Module, *getters: str) -> list[nn.Module]:
     return [end for end in ends if isinstance(end, nn.Module)]
 
 
-def _fsdp_mesh(world: World) -> DeviceMesh:
+def _fsdp_mesh(world: ProcessMesh) -> DeviceMesh:
     """One-dimensional over dp and cp, or with replicate as first dim (HSDP)."""
     inner = [axis for axis in ("dp", "cp") if world.width(axis) > 1]
     if world.width("replicate") == 1:
@@ -193,7 +193,7 @@ def _size(parameter: torch.Tensor) -> int:
 
 
 def _report(
-    model: nn.Module, *, expected: int, ignored: set[nn.Parameter], whole: int, world: World, each: bool
+    model: nn.Module, *, expected: int, ignored: set[nn.Parameter], whole: int, world: ProcessMesh, each: bool
 ) -> Sharding:
     units = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
     parameters = {canonical(name): p for name, p in model.named_parameters()}

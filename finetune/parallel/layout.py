@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from .mesh import World
+from .mesh import ProcessMesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,7 +50,7 @@ class Slice:
 
 
 @dataclass
-class Layout:
+class TensorParallelLayout:
     """The tensor-parallel cut of a model: empty without tensor parallelism."""
 
     slices: dict[str, Slice] = field(default_factory=dict)
@@ -144,16 +144,16 @@ def put(tensor: Tensor, whole: Tensor, cut: Slice | None = None, *, like: Tensor
     target.copy_(whole)
 
 
-def whole(tensor: Tensor, cut: Slice | None = None, *, world: World, like: Tensor | None = None) -> Tensor:
+def whole(tensor: Tensor, cut: Slice | None = None, *, world: ProcessMesh, like: Tensor | None = None) -> Tensor:
     """The whole of one tensor on every rank (see `whole_all`)."""
     slices = {} if cut is None else {"it": cut}
     like = tensor if like is None else like
-    return whole_all({"it": tensor}, like={"it": like}, layout=Layout(slices), world=world)["it"]
+    return whole_all({"it": tensor}, like={"it": like}, layout=TensorParallelLayout(slices), world=world)["it"]
 
 
 @torch.no_grad()
 def whole_all(
-    tensors: Mapping[str, Tensor], *, like: Mapping[str, Tensor], layout: Layout, world: World
+    tensors: Mapping[str, Tensor], *, like: Mapping[str, Tensor], layout: TensorParallelLayout, world: ProcessMesh
 ) -> dict[str, Tensor]:
     """Gather `tensors`, one collective for each axis along which any of them is cut.
 

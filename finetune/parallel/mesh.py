@@ -33,8 +33,8 @@ TOKENS = (*DATA, "cp")
 
 
 @dataclass(frozen=True)
-class World:
-    """A rank of the mesh. `World.alone()` is a single process: every width is 1 and every sum is free."""
+class ProcessMesh:
+    """A rank of the mesh. `ProcessMesh.alone()` is a single process: every width is 1 and every sum is free."""
 
     device: torch.device
     mesh: DeviceMesh | None = None
@@ -44,12 +44,12 @@ class World:
     _groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def alone(cls, device: torch.device | str = "cpu") -> World:
+    def alone(cls, device: torch.device | str = "cpu") -> ProcessMesh:
         """The world of one process."""
         return cls(torch.device(device))
 
     @classmethod
-    def of(cls, mesh: Mesh, device: torch.device) -> World:
+    def of(cls, mesh: Mesh, device: torch.device) -> ProcessMesh:
         """The rank's place in `mesh`; the default process group exists and has as many ranks as the mesh.
 
         Collective: every rank calls it at once.

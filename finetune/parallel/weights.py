@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import UserError, is_out_of_memory
 from ..models.backbone import REFUSED, quiet_transformers
 from ..models.weight_names import Checkpoint, canonical
-from .layout import Layout, Runs, held, local, put
-from .mesh import World
+from .layout import Runs, TensorParallelLayout, held, local, put
+from .mesh import ProcessMesh
 
 Progress = Callable[[int, int, float], None]
 """Told (bytes read, bytes to read, bytes/s) about twice a second and at the end."""
@@ -69,7 +69,12 @@ def materialize(model: nn.Module, device: torch.device | str, *, offload: bool =
 
 @torch.no_grad()
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, *, layout: Layout, world: World, say: Progress | None = None
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    layout: TensorParallelLayout,
+    world: ProcessMesh,
+    say: Progress | None = None,
 ) -> Loaded:
     """Fill the backbone's tensors in `model`: a whole model or a pipeline's part of it, wrapped by PEFT, cut, sharded.
 
@@ -114,7 +119,7 @@ def _wanted(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[tuple[str, T
 
 
 def _read_file(
-    file: Path, tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: Layout, watch: _Watch
+    file: Path, tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: TensorParallelLayout, watch: _Watch
 ) -> None:
     from safetensors import SafetensorError, safe_open
 
@@ -156,7 +161,9 @@ def _pieces(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...]
             yield (slice(first, last), *rest), (slice(places[0] + first - start, places[0] + last - start), *target)
 
 
-def _scatter_converted(tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: Layout, world: World) -> None:
+def _scatter_converted(
+    tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: TensorParallelLayout, world: ProcessMesh
+) -> None:
     """Rank 0 loads the model as transformers does; its converted tensors go round one by one."""
     state: dict[str, Tensor] = {}
     problem: list[str | None] = [None]
@@ -188,7 +195,7 @@ def _scatter_converted(tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint
             put(tensor, whole, layout.slices.get(name))
 
 
-def _broadcast(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: World) -> Tensor:
+def _broadcast(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: ProcessMesh) -> Tensor:
     whole = torch.empty(shape, dtype=dtype, device=world.device) if tensor is None else tensor.to(world.device, dtype)
     dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
     return whole

@@ -42,7 +42,7 @@ class _Probe:
 
 
 @dataclass(frozen=True)
-class Slack:
+class MemoryOverhead:
     """What a process holds in resident memory, beside the tensors of its updates."""
 
     libraries: int
@@ -70,10 +70,10 @@ def kept(row: str) -> Constants | None:
         return None
 
 
-def kept_slack() -> Slack | None:
+def kept_slack() -> MemoryOverhead | None:
     """What processes on this machine's CPU were measured to hold besides; None: nothing that can be read."""
     try:
-        found = Slack(**json.loads(_place("CPU").read_text(encoding="utf-8"))["slack"])
+        found = MemoryOverhead(**json.loads(_place("CPU").read_text(encoding="utf-8"))["slack"])
         return found if min(asdict(found).values()) >= 0 else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -151,7 +151,7 @@ _HELD, _FEW_MANY = tuple(itertools.product(("fp32", "bf16"), ("none", "full"))),
 _HELD_PROBE, _WORDS = _Probe(256, 1024, 0), 20_000
 
 
-def process_slack() -> Slack | None:
+def process_slack() -> MemoryOverhead | None:
     """Measured in fresh processes, two for each of `_HELD`; None where the kernel or the C library does not say.
 
     What they hold beyond the tensors is a line through the two sizes; the largest share and the largest start count.
@@ -171,7 +171,7 @@ def process_slack() -> Slack | None:
             (known, few, less), (_, many, more) = told
             slope = max(0.0, (more - less) / (many - few))
             libraries, share, least = max(libraries, known), max(share, slope), max(least, less - slope * few)
-    return Slack(int(libraries), int(least), share)
+    return MemoryOverhead(int(libraries), int(least), share)
 
 
 def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks: int, folder: str) -> None:

@@ -26,7 +26,7 @@ from ..adapters.adapter import attach_adapter
 from ..config import Adapter, Train
 from ..errors import Interrupted
 from ..parallel.engine import Engine
-from ..parallel.mesh import World
+from ..parallel.mesh import ProcessMesh
 from ..train.stage import ForwardBackward
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def cell_engine(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, trai
     """A cell on `backbone` with the adapter that `flatshift.finetune.parallel.build.build_engine` would draw for it
     alone."""
     model = attach_adapter(shared_copy(backbone), adapter, task=task, seed=train.seed)
-    return CellEngine(model, World.alone(backbone.device))
+    return CellEngine(model, ProcessMesh.alone(backbone.device))
 
 
 def shared_copy(backbone: PreTrainedModel) -> PreTrainedModel:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..data.example import Example, Question
     from ..data.rows import Row
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class Chat(Objective):
     def answers_in_text(self) -> bool:
         return True
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: generate` also `exact_match` of each row's last answer."""
         figures = super().judge(judge, examples)
         return figures | judge.answers(examples) if self.score == "generate" else figures

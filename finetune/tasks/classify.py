@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..data.labels import Units
     from ..data.rows import Row
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,12 +166,12 @@ class Classify(ByExample):
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": () if self.multi else (label_names or ("",))[0]}
 
-    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """`label` and its `probability` (softmax), with `multi` the `labels` whose own probability is above one half;
         and `p_NAME`, the probability of each class."""
         return self._said(judge.head(examples)[1], judge)
 
-    def _said(self, logits: Any, judge: Judge) -> dict[str, list[Any]]:
+    def _said(self, logits: Any, judge: Evaluator) -> dict[str, list[Any]]:
         from scipy.special import expit
 
         if self.squares:  # outputs are no odds
@@ -191,7 +191,7 @@ class Classify(ByExample):
         own = ("unexplained",) if self.squares else ()
         return ("loss", *own, *names_of("sets" if self.multi else "classes"))
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per example), `unexplained` (of a squared loss: its share of the labels' variance), `accuracy,
         f1_macro, matthews, majority_floor`; with `multi` as `flatshift.finetune.evaluate.multilabel.judge_sets`."""
         import numpy as np

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Completion(Templated):
 
     def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _Choices, to: Encoder) -> list[Made]:
         """filled: prompt and answer of each row."""
-        from ..data.encoding import Cut
+        from ..data.encoding import Truncation
         from ..data.example import IGNORE, Example
         from ..data.labels import label_index
         from ..data.template import fit_completion
@@ -112,7 +112,7 @@ class Completion(Templated):
             context, kept, shorter = fit_completion(
                 prefix, prompt, [*ids, *to.end], to.max_length, reserve=reserve, left=to.left
             )
-            cut = Cut(
+            cut = Truncation(
                 len(prefix) + len(prompt) + max(len(ids) + len(to.end), reserve),
                 shorter,
                 answer=len(kept) < len(ids) + len(to.end),
@@ -146,11 +146,11 @@ class Completion(Templated):
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": (label_names or ("",))[0]}
 
-    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """The likeliest class, as `Classify.predict`, its probability among the completions (score: rank)."""
         return judge.chosen(judge.ranks(examples))
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: rank` also `accuracy, f1_macro, matthews, majority_floor`, with
         `score: generate` also `exact_match`."""
         if self.score == "rank":

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..data.example import Example
     from ..data.rows import Row
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,13 @@ class LanguageModel(Objective):
     splits: ClassVar[bool] = True
     soft_tokens: ClassVar[bool] = True
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """As any text's, with intervals over documents where those were read in pieces."""
         from ..data.example import documents_of
 
         return judge.surprise(examples, *judge.nats(examples), documents=documents_of(examples))
 
-    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """As `Objective.predict`; the first piece of a document speaks for all of it."""
         from ..data.example import documents_of, summed
 
@@ -55,7 +55,7 @@ class LanguageModel(Objective):
 
 
 def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
-    from ..data.encoding import Cut
+    from ..data.encoding import Truncation
     from ..data.example import IGNORE, Example
 
     texts = to.within((row.values["text"] for row in rows), left=to.left)
@@ -65,9 +65,11 @@ def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         content, room = [*ids, *to.end], to.max_length - len(prefix)
         if to.overlong == "split" and len(content) > room:
-            made.append((list(_pieces(row, texts[i], content, batch, i, to)), Cut(len(prefix) + len(content), False)))
+            made.append(
+                (list(_pieces(row, texts[i], content, batch, i, to)), Truncation(len(prefix) + len(content), False))
+            )
             continue
-        cut = Cut(len(prefix) + len(content), len(content) > room)
+        cut = Truncation(len(prefix) + len(content), len(content) > room)
         start = len(content) - room if cut and to.left else 0
         input_ids = [*prefix, *content[start : start + room]]
         if len(input_ids) < 2 or not ids:

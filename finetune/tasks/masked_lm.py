@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..data.masking import Masking
     from ..data.rows import Row
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class MaskedLM(Objective):
 
         return names_of("hidden")
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
         from ..data.example import documents_of
 
@@ -97,7 +97,7 @@ class MaskedLM(Objective):
 
 
 def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
-    from ..data.encoding import Cut, shortened
+    from ..data.encoding import Truncation, shortened
     from ..data.example import piece
     from ..data.masking import SPECIAL
 
@@ -108,19 +108,19 @@ def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
     for i, (row, ids) in enumerate(zip(rows, batch["input_ids"], strict=True)):
         of = batch.word_ids(i) if batch.is_fast else range(len(ids))
         words = [SPECIAL if token in special or word is None else word for token, word in zip(ids, of, strict=True)]
-        cut = Cut(to.max_length - room + len(ids), len(ids) > room)
+        cut = Truncation(to.max_length - room + len(ids), len(ids) > room)
         if to.overlong == "split" and cut:
             spans = [slice(low, low + room) for low in range(0, len(ids), room)]
             some = [
                 _hidden(ids[span], words[span], *piece(row, number), to, masking) for number, span in enumerate(spans)
             ]
             found: Any = [example for example in some if example is not None]
-            cut = Cut(cut.needs, False)
+            cut = Truncation(cut.needs, False)
         else:
             kept = shortened(ids, room, left=to.left), shortened(words, room, left=to.left)
             found = _hidden(*kept, row.id, row.where, to, masking)
         if not found:
-            made.append(("the text has no token that could be hidden", Cut(0, False)))
+            made.append(("the text has no token that could be hidden", Truncation(0, False)))
         else:
             made.append((found, cut))
     return made

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ..data.example import Example, Question
     from ..data.labels import OutputLayer, Units
     from ..data.masking import Masking
-    from ..data.micro_batch import Sides
+    from ..data.micro_batch import PreferenceTargets
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True)
@@ -335,12 +335,12 @@ class Objective:
         """The loss of each example, float32 [B], from logits [B, C] (by_example)."""
         raise NotImplementedError
 
-    def answer_losses(self, log_probs: Tensor, sides: Sides) -> Tensor:
+    def answer_losses(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
         """The loss of each pair, or of each answer (mismatches), (P,) or (R,), from log p of each row's answer (R,)
         (by_answer)."""
         raise NotImplementedError
 
-    def rewards(self, log_probs: Tensor, sides: Sides) -> Tensor:
+    def rewards(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
         """The implicit reward of each row's answer, (R,), from log p of it (by_answer)."""
         raise NotImplementedError
 
@@ -377,7 +377,7 @@ class Objective:
 
     # --------------------------------------------------------------------------------------------------------- judging
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """Figures of a model on encoded examples, each `{value, low, high, n}`; see
         `flatshift.finetune.evaluate.judge.evaluate`.
 
@@ -397,7 +397,7 @@ class Objective:
         """Columns with which a row can be encoded whose answer nobody knows."""
         return {}
 
-    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """What a model says of each encoded example, column by column; here how surprised it is by the text: `nats`
         of all its supervised `tokens`, and their `perplexity`."""
         return judge.surprises(*judge.nats(examples))

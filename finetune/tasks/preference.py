@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..data.example import Example, Question
-    from ..data.micro_batch import Sides
+    from ..data.micro_batch import PreferenceTargets
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 _BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0}
 _OWN = {
@@ -258,14 +258,14 @@ class Preference(Templated):
 
     # ------------------------------------------------------------------------------------------------------------ loss
 
-    def rewards(self, log_probs: Tensor, sides: Sides) -> Tensor:
+    def rewards(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
         """The implicit reward of each row's answer, (R,): β·(log p − log p of the backbone), without a reference
         β·log p; divided by its tokens where the loss does."""
         from_reference = log_probs if sides.reference is None else log_probs - sides.reference
         divided = self.per_token or self.loss in ("ipo", "simpo", "orpo")
         return self.scale * (from_reference / sides.lengths if divided else from_reference)
 
-    def answer_losses(self, log_probs: Tensor, sides: Sides) -> Tensor:
+    def answer_losses(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
         """Of each pair; kto: of each answer, λ·(1 − σ(±(reward − β·z0))), z0 the update's drift."""
         from torch.nn.functional import logsigmoid
 
@@ -289,13 +289,13 @@ class Preference(Templated):
 
     # --------------------------------------------------------------------------------------------------------- judging
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` per pair or answer, and as `flatshift.finetune.evaluate.preference.judge_answers`."""
         from ..evaluate.preference import judge_answers
 
         return judge_answers(judge, examples)
 
-    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """`chosen_reward, rejected_reward`, their `reward_margin`, and which answer the model has as `preferred`; of a
         row's only answer its `reward`."""
         from ..evaluate.preference import answer_scores

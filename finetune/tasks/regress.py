@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..data.labels import OutputLayer, Units
     from ..data.rows import Row
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class Regress(ByExample):
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
         return {"label": 0.0}
 
-    def predict(self, judge: Judge, examples: Sequence[Example]) -> dict[str, list[Any]]:
+    def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """`value`, in the targets' own units."""
         return {"value": judge.head(examples)[1][:, 0].tolist()}
 
@@ -137,7 +137,7 @@ class Regress(ByExample):
 
         return ("loss", *names_of("numbers"))
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """`loss` (squared error per example as training sees it), and as
         `flatshift.finetune.evaluate.regression.judge_numbers`. The model must answer in the targets' own units
         (`flatshift.finetune.data.labels.fold_units`)."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Judge
+    from ..evaluate.judge import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Seq2Seq(Templated):
 
     def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: Encoder) -> list[Made]:
         """filled: prompt and target of each row."""
-        from ..data.encoding import Cut
+        from ..data.encoding import Truncation
         from ..data.example import Example
 
         if to.decoder_start is None:
@@ -106,7 +106,7 @@ class Seq2Seq(Templated):
             source, cut_prompt = to.closed(prompt, to.specials.suffix, left=to.left)
             labels, cut_target = to.closed(ids, to.end)
             needs = max(cut_prompt.needs, cut_target.needs)
-            cut = Cut(needs, bool(cut_prompt or cut_target), answer=bool(cut_target))
+            cut = Truncation(needs, bool(cut_prompt or cut_target), answer=bool(cut_target))
             empty = not ids or not texts[i].strip()
             if empty or not source:
                 made.append((f"the {'target' if empty else 'prompt'} is empty", cut))
@@ -131,7 +131,7 @@ class Seq2Seq(Templated):
     def answers_in_text(self) -> bool:
         return True
 
-    def judge(self, judge: Judge, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """As a language model's; with `score: generate` also `exact_match` and `chrf`."""
         figures = super().judge(judge, examples)
         if self.score == "generate":

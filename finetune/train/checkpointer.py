@@ -23,7 +23,7 @@ from ..digests import digest, record_digest
 from ..launch import watchdog
 from ..parallel.engine import Engine
 from ..run_directory import METRICS, disk_full_interrupts, last_attempt, read_metrics
-from .data_order import batch_index, leave_out, way_back
+from .data_order import batch_index, merge_skipped_ranges, rollback_step
 from .optimizer import AdapterOptimizer
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Progress:
         return {k: v for k, v in vars(self).items() if k not in {"best", "step"}}
 
 
-class Keeper:
+class Checkpointer:
     """Saves and restores a stage; every rank of a mesh calls both verbs, the main one writes."""
 
     def __init__(self, engine: Engine, optimizer: AdapterOptimizer, stage: TrainingStage) -> None:
@@ -123,7 +123,7 @@ class Keeper:
         """
         spikes, now = self.train.spikes, self.progress
         assert spikes is not None
-        to = way_back(now.step, spikes, self.train.save_every)
+        to = rollback_step(now.step, spikes, self.train.save_every)
         if not any(step <= to for step in steps(self.run.state)):
             return False
         if self.engine.is_main:
@@ -139,7 +139,7 @@ class Keeper:
         self.attempt = attempt + 1
         first = batch_index(found.step, now.left_out)
         stop = max(first + spikes.skip, batch_index(now.step, now.left_out) + 1)
-        self.progress.left_out = leave_out(now.left_out, first, stop)
+        self.progress.left_out = merge_skipped_ranges(now.left_out, first, stop)
         self.progress.rewinds = [*now.rewinds, {**spike, "to": found.step}]
         self.saved_step = -1
         self.save()
@@ -154,7 +154,7 @@ class Keeper:
             return self.train.keep
         oldest = self.progress.step
         for _ in range(self.train.spikes.most - len(self.progress.rewinds)):
-            oldest = way_back(oldest, self.train.spikes, self.train.save_every)
+            oldest = rollback_step(oldest, self.train.spikes, self.train.save_every)
         return max(self.train.keep, 1 + sum(step >= oldest for step in steps(self.run.state)))
 
     def save(self) -> None:
@@ -179,7 +179,7 @@ class Keeper:
             "scheduler": {**asdict(self.settings), "steps": self.train.steps},
             "regularizer": type(self.regularizer).__name__,
         }
-        with watchdog.unhurried("saving a checkpoint"):
+        with watchdog.no_progress_timeout("saving a checkpoint"):
             if self.engine.is_main:
                 self.run.sync_metrics(self.stage)
                 save_checkpoint(self.run.state, self.progress.step, tensors, meta, keep=self._kept())

@@ -26,7 +26,7 @@ def batch_index(step: int, left_out: Ranges) -> int:
     return index
 
 
-def leave_out(left_out: Ranges, first: int, stop: int) -> list[list[int]]:
+def merge_skipped_ranges(left_out: Ranges, first: int, stop: int) -> list[list[int]]:
     """`left_out` and the batches [first, stop) together."""
     merged: list[list[int]] = []
     for low, high in sorted([tuple(part) for part in left_out] + [(first, stop)]):
@@ -51,7 +51,7 @@ def spike_limit(losses: Sequence[float], spikes: Spikes) -> float:
     return median + spikes.threshold * spread
 
 
-def way_back(step: int, spikes: Spikes, save_every: int) -> int:
+def rollback_step(step: int, spikes: Spikes, save_every: int) -> int:
     """The regular checkpoint that a spike in the update from `step` to `step + 1` leads back to.
 
     The newest multiple of `save_every` that is at least `spikes.back` updates before, or 0. Not simply the newest file:

@@ -23,16 +23,16 @@ from torch import Tensor
 from ..compute.capabilities import capabilities
 
 if TYPE_CHECKING:
-    from flatshift.regularizers.protocol import Figures
+    from flatshift.regularizers.protocol import MetricTensors
 
-    from ..parallel.mesh import World
+    from ..parallel.mesh import ProcessMesh
 
 _PATIENCE = 1.0
 """Seconds that a line waits, about."""
 
 
 @dataclass
-class Line:
+class MetricsRow:
     """A line of metrics.jsonl that was not written yet."""
 
     step: int
@@ -40,7 +40,7 @@ class Line:
     """What the host knows, in the order of the line; `loss` and `grad_norm` are filled in when they are read."""
     scalars: dict[str, Tensor] = field(default_factory=dict)
     """What the device knows: one number each."""
-    figures: list[Figures] = field(default_factory=list)
+    figures: list[MetricTensors] = field(default_factory=list)
     """And what is added at the end of the line, in order."""
     end: dict[str, Any] = field(default_factory=dict)
     """What stands behind all that."""
@@ -72,13 +72,13 @@ def read(tensors: Sequence[Tensor]) -> list[list[float]]:
     return found
 
 
-class Unread:
+class MetricsBuffer:
     """The lines of one stage that wait; every rank of a mesh calls the same verbs."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: ProcessMesh) -> None:
         self._world = world
         self._most = self._every = capabilities(world.device).unread
-        self._lines: list[Line] = []
+        self._lines: list[MetricsRow] = []
         self._asked = False
         self._since = time.monotonic()
 
@@ -92,7 +92,7 @@ class Unread:
         """Whether enough lines have come together."""
         return len(self._lines) >= self._every
 
-    def add(self, line: Line) -> None:
+    def add(self, line: MetricsRow) -> None:
         """The next line, in the order in which they are to be written."""
         self._lines.append(line)
 

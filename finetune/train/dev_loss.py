@@ -15,7 +15,7 @@ from .deferred_metrics import read
 
 if TYPE_CHECKING:
     from ..data.example import Example
-    from ..data.inference import Inference
+    from ..data.inference import EvalBatching
     from ..parallel.engine import Engine
     from ..tasks import Task
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def dev_figures(
     engine: Engine,
     examples: Sequence[Example],
-    inference: Inference,
+    inference: EvalBatching,
     *,
     task: Task,
     head: Head | None,
@@ -50,7 +50,7 @@ def dev_figures(
             batch = micro.to(engine.device)
             with inference.precision():
                 if judged.by_example:
-                    with attention.reading(batch) as inputs:
+                    with attention.packed_batch(batch) as inputs:
                         logits = model(**inputs).logits
                     loss = loss_sum(logits, batch.labels, task=judged)
                     right = judged.answered_right(logits, batch.labels).sum() if judged.accuracy else None

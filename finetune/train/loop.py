@@ -24,7 +24,7 @@ from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
 from ..compute.precision import autocast, float32_products, read_precision
-from ..data.inference import Inference
+from ..data.inference import EvalBatching
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
 from ..evaluate.judge import evaluate
@@ -36,29 +36,29 @@ from ..parallel.engine import Engine
 from ..run_directory import SPIKE, disk_full_interrupts
 from ..seeds import derive
 from .callbacks import Callbacks
-from .checkpointer import Keeper, clone
+from .checkpointer import Checkpointer, clone
 from .data_order import batch_index
-from .deferred_metrics import Line, Unread, read
+from .deferred_metrics import MetricsBuffer, MetricsRow, read
 from .dev_loss import dev_figures
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, GaussNewton
-from .out_of_memory import Shortage, noted
+from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import UpdateMeter
-from .prefetch import fed
+from .prefetch import with_prefetch
 from .schedule import Schedule
 from .spikes import Diverged as Diverged  # is told of by its users under this module's name
-from .spikes import Guard, Undone, Verdict
+from .spikes import DivergenceGuard, RejectedUpdate, UpdateRejected
 from .stage import ForwardBackward, check_best, check_length, ended, judged_apart
 from .stage import StageResult as StageResult  # users know these by this module's name
 from .stage import TrainingStage as TrainingStage
-from .throughput import Meter
+from .throughput import ThroughputMeter
 from .trace.recorder import Recorder
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.micro_batch import MicroBatch, Sides
+    from ..data.micro_batch import MicroBatch, PreferenceTargets
 
 
 def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> StageResult:
@@ -90,7 +90,7 @@ def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, s
         try:
             loop.keeper.restore()
             plain = without_input_casts(engine.model, stage.train)
-            with plain, watchdog.hurried(stage.name), attention.known(engine.model, engine.device):
+            with plain, watchdog.progress_timeout(stage.name), attention.packed_attention(engine.model, engine.device):
                 loop.run_to_end()
         except KeyboardInterrupt as error:
             inside = loop.keeper.progress.step + 1
@@ -103,7 +103,7 @@ def train_stage(model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, s
 
 
 @contextlib.contextmanager
-def on_device(engine: Engine, stage: TrainingStage) -> Iterator[tuple[TrainingStage, Shortage]]:
+def on_device(engine: Engine, stage: TrainingStage) -> Iterator[tuple[TrainingStage, OutOfMemoryHandler]]:
     """What the device asks for around a stage: threads, fixed algorithms, float32 products, batches made ahead, and
     what is told when memory runs out. Gives the stage with the batches to take, and who must be told of the step."""
     train = stage.train
@@ -111,8 +111,8 @@ def on_device(engine: Engine, stage: TrainingStage) -> Iterator[tuple[TrainingSt
         cpu_threads(train.threads),
         deterministic(train, engine.device),
         float32_products(train, engine.device),
-        fed(stage.batches, engine, train=train, say=stage.say or stage.run.log) as source,
-        Shortage(engine, stage) as shortage,
+        with_prefetch(stage.batches, engine, train=train, say=stage.say or stage.run.log) as source,
+        OutOfMemoryHandler(engine, stage) as shortage,
     ):
         yield replace(stage, batches=source), shortage
 
@@ -121,15 +121,15 @@ class _Loop:
     """The state of one stage while it runs."""
 
     def __init__(
-        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage, shortage: Shortage
+        self, engine: Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage, shortage: OutOfMemoryHandler
     ) -> None:
-        from ..evaluate.leaks import refuse_leaks
+        from ..evaluate.leaks import check_packing_isolation
 
         train, batches = stage.train, stage.batches
         self.engine, self.stage, self.train, self.regularizer = engine, stage, train, stage.regularizer
         self.run, self.device, self.parameters = stage.run, engine.device, engine.parameters
         self.tokenizer = tokenizer
-        self.inference = Inference.of(
+        self.inference = EvalBatching.of(
             tokenizer, train, batch_size=stage.evaluate.batch_size, device=engine.device, share=engine.evaluation
         )
         self.metric = judged_apart(stage.train, stage.task)
@@ -145,13 +145,13 @@ class _Loop:
         self.scale = LossScale(on=train.precision == "fp16")
         self.compiled = Compiled(engine.model) if train.compile else None
         self.fused = None if train.compile else FusedLayers(engine.model)  # the compiler fuses PEFT's forward itself
-        self.keeper = Keeper(engine, self.optimizer, stage)
-        self.guard = Guard(engine, self.keeper, stage)
-        self.unread = Unread(engine.world)
+        self.keeper = Checkpointer(engine, self.optimizer, stage)
+        self.guard = DivergenceGuard(engine, self.keeper, stage)
+        self.unread = MetricsBuffer(engine.world)
         self.on_step, self.stop = stage.on_step or (lambda line: None), stage.stop or (lambda: False)
         with self._precision():
             if batches.packed:
-                refuse_leaks(engine.judged, agree=engine.world.any)
+                check_packing_isolation(engine.judged, agree=engine.world.any)
             head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
         engine.settle()
         self.recorder = Recorder(stage, engine, self.optimizer, self.inference, head=head)
@@ -159,7 +159,7 @@ class _Loop:
         self.head = with_kernel(
             engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=stage.say or stage.run.log
         )
-        self.meter = Meter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
+        self.meter = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
         self.used = UpdateMeter(engine.device) if stage.planned is not None else None
         if self.compiled is not None:
             self.meter.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
@@ -209,7 +209,7 @@ class _Loop:
             with self.used.during() if self.used is not None else contextlib.nullcontext():
                 found = self.update()
             rates = self.meter.updated(time.monotonic() - began)
-            if isinstance(found, Verdict):
+            if isinstance(found, RejectedUpdate):
                 self.tell()
                 self.go_back(found, started)
                 state = self.keeper.progress
@@ -273,7 +273,7 @@ class _Loop:
         if self.keeper.saved_step != before:
             self.callbacks.fire("save")
 
-    def update(self) -> Line | Verdict:
+    def update(self) -> MetricsRow | RejectedUpdate:
         """One optimizer update; returns its line of metrics.jsonl, or that the stage is to roll back to a checkpoint.
 
         Whether it is made at all is decided by figures that are the same on every rank.
@@ -284,7 +284,7 @@ class _Loop:
         self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.stage.batches.supervised(place)
         rate = self.schedule(step)
-        sides: Sequence[Sides | None] = ()
+        sides: Sequence[PreferenceTargets | None] = ()
         if task.has_reference:
             micros = self.stage.batches.at(place)
             sides = self.engine.sides(micros, task=task, head=self.head, precision=self._precision)
@@ -300,10 +300,10 @@ class _Loop:
                         work = ForwardBackward(self.engine, task, micros, count, self.head, context, *how)
                         losses.append(self.engine.compute(work) if self.solver is None else self.solver.compute(work))
                     if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
-                        raise Undone
+                        raise UpdateRejected
                     if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:
-                        raise Undone
-            except Undone:
+                        raise UpdateRejected
+            except UpdateRejected:
                 if verdict is not None:
                     return self.undo(verdict, rate)
                 self.optimizer.drop_gradients()
@@ -311,7 +311,7 @@ class _Loop:
         self.optimizer.leave_fixed()
         with self.recorder.update(step + 1):
             norm = self.engine.clip(self.stage.optimizer.clip)
-            line = Line(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})
+            line = MetricsRow(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})
             line.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
             if self.guard.watches or self.scale.on:  # read already
                 line.scalars, line.told = {}, line.told | (self.guard.found or self.scale.found)
@@ -328,12 +328,12 @@ class _Loop:
         line.figures.append(self.regularizer.figures())
         return line
 
-    def _micros(self, place: int, sides: Sequence[Sides | None]) -> list[MicroBatch]:
+    def _micros(self, place: int, sides: Sequence[PreferenceTargets | None]) -> list[MicroBatch]:
         """The micro-batches of an update, with what is known of their answers, if anything is."""
         micros: list[MicroBatch] = self.stage.batches.at(place)
         return [replace(micro, sides=known) for micro, known in zip(micros, sides, strict=True)] if sides else micros
 
-    def undo(self, verdict: Verdict, rate: float) -> Line | Verdict:
+    def undo(self, verdict: RejectedUpdate, rate: float) -> MetricsRow | RejectedUpdate:
         """Leave the update out and return its line, or the verdict where the stage is to go back."""
         with self.recorder.update(self.keeper.progress.step + 1):
             self.optimizer.drop_gradients()
@@ -341,11 +341,11 @@ class _Loop:
         if said is None:
             return verdict
         state = self.keeper.progress
-        return Line(
+        return MetricsRow(
             state.step, {"loss": verdict.loss, "tokens": state.tokens, "lr": rate, "grad_norm": verdict.norm, **said}
         )
 
-    def go_back(self, verdict: Verdict, started: float) -> None:
+    def go_back(self, verdict: RejectedUpdate, started: float) -> None:
         """To the checkpoint before a spike."""
 
         def reattach() -> None:
@@ -380,7 +380,10 @@ class _Loop:
         state = self.keeper.progress
         state.unjudged = True
         try:
-            with watchdog.unhurried("dev evaluation"), noted(f"the dev evaluation after update {state.step}"):
+            with (
+                watchdog.no_progress_timeout("dev evaluation"),
+                oom_context(f"the dev evaluation after update {state.step}"),
+            ):
                 figures = dev_figures(
                     self.engine,
                     self.stage.dev,

@@ -33,7 +33,7 @@ from .checkpointer import steps
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine
-    from .checkpointer import Keeper
+    from .checkpointer import Checkpointer
     from .stage import TrainingStage
 
 _WORTH = 0.03
@@ -177,8 +177,8 @@ def _plain_start(engine: Engine) -> bool:
 
 
 @contextlib.contextmanager
-def noted(place: str) -> Iterator[None]:
-    """An error that leaves knows that it came from `place`, for the message of `Shortage`."""
+def oom_context(place: str) -> Iterator[None]:
+    """An error that leaves knows that it came from `place`, for the message of `OutOfMemoryHandler`."""
     try:
         yield
     except Exception as error:
@@ -186,7 +186,7 @@ def noted(place: str) -> Iterator[None]:
         raise
 
 
-class Shortage(contextlib.AbstractContextManager["Shortage"]):
+class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]):
     """Around a stage: what says inside that memory ran out leaves as an OutOfMemory with one message.
 
     Cells of a stack, which keep nothing, keep their own error too.
@@ -194,7 +194,7 @@ class Shortage(contextlib.AbstractContextManager["Shortage"]):
 
     def __init__(self, engine: Engine, stage: TrainingStage) -> None:
         self._engine, self._stage = engine, stage
-        self.keeper: Keeper | None = None
+        self.keeper: Checkpointer | None = None
         """Knows the step; None until the stage has one."""
 
     def __exit__(

@@ -78,7 +78,7 @@ class CudaLane:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sent(MicroBatch):
+class DeviceBatch(MicroBatch):
     """A micro-batch in pinned host memory whose copy to a device is under way."""
 
     lane: Lane = field(repr=False, compare=False)
@@ -90,7 +90,7 @@ class Sent(MicroBatch):
     """Tokens of the longest sample, where the model is told where samples begin."""
 
     @classmethod
-    def over(cls, lane: Lane, micro: MicroBatch, *, apart: bool = False) -> Sent:
+    def over(cls, lane: Lane, micro: MicroBatch, *, apart: bool = False) -> DeviceBatch:
         """Send `micro` over `lane`; apart: with the places where the samples of packed rows begin."""
         tensors, longest = {**micro.inputs, _LABELS: micro.labels}, 0
         if apart and "position_ids" in micro.inputs:
@@ -159,7 +159,7 @@ class Prefetch:
 
     def _make(self, step: int) -> _Update:
         count = self._source.supervised(step)
-        micros = [Sent.over(self._lane, micro, apart=self._apart) for micro in self._source.at(step)]
+        micros = [DeviceBatch.over(self._lane, micro, apart=self._apart) for micro in self._source.at(step)]
         return _Update(step, list(micros), count)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class Prefetch:
 
 
 @contextlib.contextmanager
-def fed(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
+def with_prefetch(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
     """`batches` themselves, or on CUDA what makes them ahead; its thread ends with the block, however that ends.
 
     There, packed rows are attended to sample by sample where that is possible, and `say` is told. Stacked cells, whose

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from ..config import Optimizer, check_bounds
 from ..data.example import IGNORE, Example
-from ..data.inference import Inference
+from ..data.inference import EvalBatching
 from ..errors import UserError
 from ..evaluate.generation import padded
 from ..evaluate.perplexity import document_nats
@@ -157,7 +157,7 @@ def train_and_judge(
     model.eval()
     parts = [pieces([text], settings.piece) for text in held_out]
     read = _examples(tokenizer, [piece for part in parts for piece in part])
-    nats, _ = document_nats(model, read, Inference(settings.batch_size, 0), task=LanguageModel(), masked=False)
+    nats, _ = document_nats(model, read, EvalBatching(settings.batch_size, 0), task=LanguageModel(), masked=False)
     owner = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     return np.bincount(owner, weights=nats, minlength=len(parts)), tokens
 

@@ -16,7 +16,7 @@ import torch
 from ..errors import UserError
 from ..launch import watchdog
 from ..parallel.engine import Engine
-from .checkpointer import Keeper
+from .checkpointer import Checkpointer
 from .data_order import spike_limit
 from .deferred_metrics import read
 from .stage import TrainingStage
@@ -26,12 +26,12 @@ class Diverged(UserError):
     """The loss or a gradient is no longer a number, or spikes do not end; the checkpoints before it are kept."""
 
 
-class Undone(Exception):
+class UpdateRejected(Exception):
     """Leaves a regularizer's step so that it learns nothing from it."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RejectedUpdate:
     """Why an update is not made: its loss or gradient norm is no number, or the loss is a spike above `limit`."""
 
     loss: float
@@ -39,10 +39,10 @@ class Verdict:
     limit: float | None = None
 
 
-class Guard:
+class DivergenceGuard:
     """Judges the updates of one stage (`train.skip_nonfinite`, `train.spikes`); every rank calls it alike."""
 
-    def __init__(self, engine: Engine, keeper: Keeper, stage: TrainingStage) -> None:
+    def __init__(self, engine: Engine, keeper: Checkpointer, stage: TrainingStage) -> None:
         self._engine, self._keeper = engine, keeper
         self._run, self._stage, self._train = stage.run, stage.name, stage.train
         train = stage.train
@@ -51,7 +51,7 @@ class Guard:
         self.found: dict[str, float] = {}
         """`loss` and `grad_norm` of the update that was judged last."""
 
-    def judge(self, losses: Sequence[torch.Tensor]) -> Verdict | None:
+    def judge(self, losses: Sequence[torch.Tensor]) -> RejectedUpdate | None:
         """Why the update at hand must not be made; None where it may, and its gradients are as they were.
 
         losses: of each pass, the first at the weights themselves.
@@ -61,12 +61,12 @@ class Guard:
         norm /= self._engine.loss_scale
         self.found = {"loss": values[0], "grad_norm": norm}
         if not all(map(math.isfinite, [*values, norm])):
-            return Verdict(next((value for value in values if not math.isfinite(value)), values[0]), norm)
+            return RejectedUpdate(next((value for value in values if not math.isfinite(value)), values[0]), norm)
         if self._train.spikes is None:
             return None
         limit = spike_limit(self._keeper.progress.recent, self._train.spikes)
         # sums over ranks may differ in the last bit, and all must do the same
-        return Verdict(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
+        return RejectedUpdate(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
 
     def made(self) -> None:
         """The update at hand was made."""
@@ -75,7 +75,7 @@ class Guard:
         if self._train.spikes is not None:
             state.recent = [*state.recent, self.found["loss"]][-self._train.spikes.window :]
 
-    def skip(self, verdict: Verdict) -> dict[str, Any] | None:
+    def skip(self, verdict: RejectedUpdate) -> dict[str, Any] | None:
         """Count the update as left out and say so for its line; None where the stage is to roll back instead.
 
         Raises Diverged where neither is allowed.
@@ -95,14 +95,14 @@ class Guard:
             self.refuse(number, verdict)
         return None
 
-    def go_back(self, verdict: Verdict, *, reattach: Callable[[], None]) -> dict[str, Any]:
+    def go_back(self, verdict: RejectedUpdate, *, reattach: Callable[[], None]) -> dict[str, Any]:
         """To the checkpoint before a spike, without the batches around it; returns the line that says so.
 
         reattach: makes the regularizer what it was before the first step.
         """
         number, attempt = self._keeper.progress.step + 1, self._keeper.attempt
         spike = {"loss": _number(verdict.loss), "limit": _number(verdict.limit)}
-        with watchdog.unhurried("going back"):
+        with watchdog.no_progress_timeout("going back"):
             if not self._keeper.rewind({"step": number, **spike}, reattach=reattach):
                 self.refuse(number, verdict)
         state = self._keeper.progress
@@ -118,9 +118,9 @@ class Guard:
     def refuse_broken(self, number: int, line: Mapping[str, Any]) -> None:
         """Raises Diverged where the `loss` or `grad_norm` of update `number` is not a finite number."""
         if not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
-            self.refuse(number, Verdict(line["loss"], line["grad_norm"]))
+            self.refuse(number, RejectedUpdate(line["loss"], line["grad_norm"]))
 
-    def refuse(self, number: int, verdict: Verdict) -> NoReturn:
+    def refuse(self, number: int, verdict: RejectedUpdate) -> NoReturn:
         """Raises Diverged for update `number`."""
         state, saved = self._keeper.progress, self._keeper.saved_step
         kept = f"the checkpoint of step {saved} is kept" if saved >= 0 else "no checkpoint was due yet"
@@ -141,7 +141,7 @@ class Guard:
         raise Diverged(message)
 
 
-def _broken(verdict: Verdict) -> str:
+def _broken(verdict: RejectedUpdate) -> str:
     return "gradient" if math.isfinite(verdict.loss) else "loss"
 
 

@@ -23,7 +23,7 @@ from ..models.compiled import Compiled
 from ..parallel.engine import Context, Engine
 from ..run_directory import RunDirectory
 from .peak_memory import PlannedUpdate
-from .throughput import Meter
+from .throughput import ThroughputMeter
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -116,7 +116,7 @@ class ForwardBackward:
     """What the loss may be made in slices of (`flatshift.finetune.compute.loss.find_head`)."""
     context: Context
     """What surrounds the forward pass of each micro-batch."""
-    meter: Meter
+    meter: ThroughputMeter
     """Counts what the engine does."""
     compiled: Compiled | None = None
     """The model's blocks, compiled."""

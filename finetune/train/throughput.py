@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from flatshift.regularizers.protocol import Figures
+from flatshift.regularizers.protocol import MetricTensors
 
 from ..compute.capabilities import copied
 from ..compute.loss import Head, batch_loss
@@ -44,7 +44,7 @@ EVERY = 10
 """Updates that one line of figures is of."""
 
 
-class Meter:
+class ThroughputMeter:
     """Counts the work of an engine's updates and the time that they take; the first update is not in it."""
 
     def __init__(self, engine: Engine, *, peak_tflops: float | None) -> None:
@@ -76,7 +76,7 @@ class Meter:
         if width is None or any("decoder_input_ids" in micro.inputs for micro in micros):
             yield  # an encoder and a decoder have two kinds of rows: tokens are counted, operations are not
             return
-        tally = Tally()
+        tally = FlopCounter()
         # heads are cut along tp; along cp a rank has some of the queries and all keys
         with tally.watching(self._engine.model, width=width * world.width("cp") / world.width("tp"), head=head):
             yield
@@ -87,12 +87,12 @@ class Meter:
             positions=sum(b * t for b, t in shapes), pairs=sum(b * t * t for b, t in shapes), head=head
         )
 
-    def updated(self, seconds: float) -> Figures:
+    def updated(self, seconds: float) -> MetricTensors:
         """An update has ended that took so long; every `EVERY` updates the figures of the last ones, else nothing.
 
         Collective then, on a mesh: all ranks get the same. No wait for the device.
         """
-        nothing = Figures(torch.empty(0), lambda numbers: {})
+        nothing = MetricTensors(torch.empty(0), lambda numbers: {})
         first, self._first = self._first, False
         if first or not self._now.passes:  # none: the work is somebody else's (`flatshift.finetune.stacked`)
             return nothing
@@ -102,7 +102,7 @@ class Meter:
             return nothing
         return self._close()
 
-    def _close(self) -> Figures:
+    def _close(self) -> MetricTensors:
         now, self._now = self._now, _Sums()
         self._all.add(now)
         return self._figures(now)
@@ -113,7 +113,7 @@ class Meter:
         self._now = _Sums()
         return self._figures(self._all).read() if self._all.updates else {}
 
-    def _figures(self, sums: _Sums) -> Figures:
+    def _figures(self, sums: _Sums) -> MetricTensors:
         """`tokens_s` of the whole mesh; `tflops` of one device, and `mfu` and `hfu`, its share of the peak."""
         world = self._engine.world
         work = torch.tensor([sums.model, sums.hardware, sums.tokens], dtype=torch.float64)
@@ -135,7 +135,7 @@ class Meter:
                     figures |= {"mfu": model / self._peak, "hfu": hardware / self._peak}
             return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
-        return Figures(work, named)
+        return MetricTensors(work, named)
 
 
 class _Sums:
@@ -222,7 +222,7 @@ class Cost:
 
 
 @dataclass
-class Tally:
+class FlopCounter:
     """Adds up the operations of the forward passes that go on inside `watching`, and of their backward."""
 
     linear: float = 0.0

@@ -51,9 +51,9 @@ def run(argv: list[str]) -> int:
         return 0
     target = flags.to or Path(f"{flags.name}.yaml")
     from flatshift.finetune.atomic import write_text
-    from flatshift.finetune.lock import owned
+    from flatshift.finetune.lock import exclusive_lock
 
-    with owned(target, instead="name another file"):
+    with exclusive_lock(target, instead="name another file"):
         if target.exists():
             raise UserError(f"{target} exists; name another file or remove it")
         write_text(target, text)

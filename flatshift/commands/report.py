@@ -34,10 +34,10 @@ def run(argv: list[str]) -> int:
     from flatshift.experiments.report.formats import aligned
     from flatshift.experiments.report.side_by_side import metric_rows
     from flatshift.experiments.results.run import discover
-    from flatshift.finetune.lock import owned
+    from flatshift.finetune.lock import exclusive_lock
 
     out = flags.out or flags.runs[0] / "report.html"
-    with owned(out):
+    with exclusive_lock(out):
         page = build_report(flags.runs, out=out)
     trained = [run for run in discover(flags.runs) if run.eval]
     columns, rows = metric_rows(trained) if len(trained) > 1 else ([], [])

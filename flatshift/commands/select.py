@@ -141,7 +141,7 @@ def _on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
         raise UserError(
             f"--processes {flags.processes}: the launcher started {started}; leave --processes out under a launcher"
         )
-    failure.goes_on(AGAIN)
+    failure.set_resume_hint(AGAIN)
     os.environ.update(dict.fromkeys(spawn.THREADS, "1"))
     from flatshift.experiments.select.ranks import select_on_ranks
 

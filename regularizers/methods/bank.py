@@ -145,7 +145,7 @@ def _global(cut: Cut | None, length: int) -> Tensor:
     return torch.arange(length) if cut is None else cut.indices()
 
 
-class Bank:
+class NoiseScales:
     """Row scales, noise factors and gradient sketches of `branches`."""
 
     def __init__(

@@ -33,15 +33,15 @@ from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.checks import (
     SCHEDULES,
     check_state,
-    claim,
-    demand,
     demand_length,
     lora_layers,
+    mark_hooked,
     refuse_reentry,
     refuse_second_attach,
     release,
+    require,
 )
-from flatshift.regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -70,8 +70,8 @@ class BARRegularizer(Regularizer):
 
     def __init__(self, config: BAR) -> None:
         demand_length("alpha", config.alpha)
-        demand(config.form in ("nbar", "obar"), "form", config.form, "`nbar` or `obar`")
-        demand(config.schedule in SCHEDULES, "schedule", config.schedule, "`constant`, `linear` or `cosine`")
+        require(config.form in ("nbar", "obar"), "form", config.form, "`nbar` or `obar`")
+        require(config.schedule in SCHEDULES, "schedule", config.schedule, "`constant`, `linear` or `cosine`")
         self.config = config
         self._adapters: Adapters | None = None
         self._placement: Placement = ALONE
@@ -112,7 +112,7 @@ class BARRegularizer(Regularizer):
             paired = {name for pair in pairs for name in pair}
             odd = [name for name in adapters.parameters if name not in paired]
             _log.warning("BAR leaves %d factors without a trained partner alone, e.g. %s", len(odd), odd[0])
-        claim(lora_layers(model), self)
+        mark_hooked(lora_layers(model), self)
         self._adapters, self._pairs, self._layers = adapters, pairs, int(count)
         self._seed, self._step, self._total_steps = seed, 0, total_steps
         self._before, self._scales = {}, {}
@@ -172,9 +172,9 @@ class BARRegularizer(Regularizer):
         Σ(|A|² − |B|²)/Σ(|A|² + |B|²) over all layers now: 0 is balanced, ±1 all in A or in B."""
         return self.figures().read()
 
-    def figures(self) -> Figures:
+    def figures(self) -> MetricTensors:
         if self._adapters is None:
-            return Figures(torch.zeros(0), lambda numbers: {})
+            return MetricTensors(torch.zeros(0), lambda numbers: {})
         a, b = self._squares(self._adapters.values())
         sums = torch.stack([(a - b).sum(), (a + b).sum(), self._grown.to(a)]).to(self._adapters.device)
         self._placement.sum_pipeline(sums)
@@ -184,7 +184,7 @@ class BARRegularizer(Regularizer):
             difference, total, grown = numbers
             return {"alpha": alpha, "grown_a": grown / layers, "balance": difference / total if total else 0.0}
 
-        return Figures(sums, named)
+        return MetricTensors(sums, named)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Between steps there is nothing to keep but the place in the schedule."""

@@ -30,14 +30,14 @@ from flatshift.regularizers.layers.forward import AddedTerm, linear_sites, refus
 from flatshift.regularizers.layers.sites import LoraSite
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.checks import (
-    claim,
-    demand,
     demand_length,
+    mark_hooked,
     refuse_reentry,
     refuse_second_attach,
     release,
+    require,
 )
-from flatshift.regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -69,8 +69,8 @@ class BiLoraRegularizer(Regularizer):
     """
 
     def __init__(self, config: BiLora) -> None:
-        demand(math.isfinite(config.rho) and config.rho > 0, "rho", config.rho, "a number > 0")
-        demand(config.rank >= 1, "rank", config.rank, "a number ≥ 1")
+        require(math.isfinite(config.rho) and config.rho > 0, "rho", config.rho, "a number > 0")
+        require(config.rank >= 1, "rank", config.rank, "a number ≥ 1")
         demand_length("lr_scale", config.lr_scale)
         self.config = config
         self._terms: list[AddedTerm] = []
@@ -92,7 +92,7 @@ class BiLoraRegularizer(Regularizer):
         placement = placement or ALONE
         refuse_cut_layers(placement, "Bi-LoRA")
         sites = linear_sites(model, placement, "Bi-LoRA")
-        claim({site.name: site.layer for site in sites}, self)
+        mark_hooked({site.name: site.layer for site in sites}, self)
         self._placement, self._terms = placement, [AddedTerm(site) for site in sites]
         self._factors = {name: factor for site in sites for name, factor in self._fresh(site, seed).items()}
         device = sites[0].device
@@ -191,10 +191,10 @@ class BiLoraRegularizer(Regularizer):
         pulled back, `auxiliary_skips` how many were left out because a gradient was not finite."""
         return self.figures().read()
 
-    def figures(self) -> Figures:
+    def figures(self) -> MetricTensors:
         values = torch.stack([each.double() for each in (self._norm, self._clipped, self._skipped)])
         names = ("auxiliary_norm", "auxiliary_clips", "auxiliary_skips")
-        return Figures(values, lambda numbers: dict(zip(names, numbers, strict=True)))
+        return MetricTensors(values, lambda numbers: dict(zip(names, numbers, strict=True)))
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SERVED: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
-def claim(layers: Mapping[str, Any], owner: object) -> None:
+def mark_hooked(layers: Mapping[str, Any], owner: object) -> None:
     """Take `layers` (modules by name) for the regularizer `owner`, all or none.
 
     Raises RegularizerError if one of them serves another regularizer that is still attached.
@@ -43,7 +43,7 @@ def release(owner: object) -> None:
 SCHEDULES = ("constant", "linear", "cosine")
 
 
-def demand(holds: bool, key: str, value: object, wanted: str) -> None:
+def require(holds: bool, key: str, value: object, wanted: str) -> None:
     """Raises RegularizerError naming the setting `key` unless it `holds` what is `wanted`."""
     if not holds:
         raise RegularizerError(f"regularizer.{key}: {value} is not {wanted}")
@@ -51,7 +51,7 @@ def demand(holds: bool, key: str, value: object, wanted: str) -> None:
 
 def demand_length(key: str, value: float) -> None:
     """A finite number ≥ 0."""
-    demand(math.isfinite(value) and value >= 0, key, value, "a number ≥ 0")
+    require(math.isfinite(value) and value >= 0, key, value, "a number ≥ 0")
 
 
 def refuse_reentry(kind: str, t: int, *, attached: bool, inside: bool) -> None:

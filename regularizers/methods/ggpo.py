@@ -27,11 +27,11 @@ from flatshift.regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
 from flatshift.regularizers.layers.sites import find_lora_sites, refuse_none
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods import checks
-from flatshift.regularizers.methods.bank import FIGURES, Bank
-from flatshift.regularizers.methods.checks import claim, release
+from flatshift.regularizers.methods.bank import FIGURES, NoiseScales
+from flatshift.regularizers.methods.checks import mark_hooked, release
 from flatshift.regularizers.methods.guidance import scheduled_sigma
 from flatshift.regularizers.methods.samples import Batches
-from flatshift.regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -43,7 +43,7 @@ def check_settings(config: GGPO) -> None:
     """Raises RegularizerError for a value without a meaning, naming the key."""
 
     def demand(holds: bool, key: str, wanted: str) -> None:
-        checks.demand(holds, key, getattr(config, key), wanted)
+        checks.require(holds, key, getattr(config, key), wanted)
 
     kinds = get_type_hints(GGPO)
     for key in ("mode", "normalize", "control", "scope", "schedule"):
@@ -79,7 +79,7 @@ class GGPORegularizer(Regularizer):
     def __init__(self, config: GGPO) -> None:
         check_settings(config)
         self.config = config
-        self._banks: list[Bank] = []
+        self._banks: list[NoiseScales] = []
         self._attached = False
         self._placement: Placement = ALONE
         self._device = torch.device("cpu")
@@ -116,14 +116,14 @@ class GGPORegularizer(Regularizer):
             rank = self.config.rank or default_rank(site.whole_rows, site.whole_columns)
             branch = NoiseBranch(site, rank, probes, accumulation_dtype(site.dtype))
             groups.setdefault((site.device, site.dtype), []).append(branch)
-        banks = [Bank(branches, self.config, self._batches, self._placement) for branches in groups.values()]
+        banks = [NoiseScales(branches, self.config, self._batches, self._placement) for branches in groups.values()]
         self._device = banks[0].device if banks else self._placement.device
         # A pipeline's stage may have no adapter, and its row may be cut; what counts is the whole model.
         counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
         self._placement.sum_pipeline(counts)
         self._layers, self._rows, self._left_alone = counts.tolist()
         refuse_none(self._layers, others, "GGPO perturbs")
-        claim({site.name: site.layer for site in sites}, self)
+        mark_hooked({site.name: site.layer for site in sites}, self)
         if others:
             _log.warning(
                 "GGPO leaves %d LoRA layers that are not linear alone, e.g. %s: they train unperturbed",
@@ -218,7 +218,7 @@ class GGPORegularizer(Regularizer):
         W0 anew), `sketches` averaged and `sketches_skipped` because they were not finite (means over layers)."""
         return self.figures().read()
 
-    def figures(self) -> Figures:
+    def figures(self) -> MetricTensors:
         sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64, device=self._device)
         for bank in self._banks:
             sums[:-1] += bank.figures().to(sums)
@@ -242,7 +242,7 @@ class GGPORegularizer(Regularizer):
                 "sketches_skipped": skipped / max(layers, 1),
             }
 
-        return Figures(sums, named)
+        return MetricTensors(sums, named)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {

@@ -47,15 +47,15 @@ from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.checks import (
     check_state,
-    claim,
-    demand,
     demand_length,
     lora_layers,
+    mark_hooked,
     refuse_reentry,
     refuse_second_attach,
     release,
+    require,
 )
-from flatshift.regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -71,14 +71,14 @@ def mgpo(config: MGPO) -> MomentumRegularizer:
 def check_settings(config: MGPO | MSAM) -> None:
     """Raises RegularizerError for a value without a meaning, naming the key."""
     demand_length("rho", config.rho)
-    demand(0 <= config.momentum < 1, "momentum", config.momentum, "a number in [0, 1)")
+    require(0 <= config.momentum < 1, "momentum", config.momentum, "a number in [0, 1)")
     if isinstance(config, MGPO):
-        demand(0 <= config.ema < 1, "ema", config.ema, "a number in [0, 1)")
-        demand(config.form in ("text", "code"), "form", config.form, "`text` or `code`")
-        demand(config.sign in (None, 1, -1), "sign", config.sign, "1, -1 or null")
-        demand(config.clamp > 0, "clamp", config.clamp, "a number > 0")
+        require(0 <= config.ema < 1, "ema", config.ema, "a number in [0, 1)")
+        require(config.form in ("text", "code"), "form", config.form, "`text` or `code`")
+        require(config.sign in (None, 1, -1), "sign", config.sign, "1, -1 or null")
+        require(config.clamp > 0, "clamp", config.clamp, "a number > 0")
     else:
-        demand(config.sign in (1, -1), "sign", config.sign, "1 or -1")
+        require(config.sign in (1, -1), "sign", config.sign, "1 or -1")
 
 
 class MomentumRegularizer(Regularizer):
@@ -112,7 +112,7 @@ class MomentumRegularizer(Regularizer):
         self._prepare(model, adapters)
         momentum = adapters.zeros()
         shapes = {name: tuple(whole.shape) for name, whole in self._placement.whole(momentum).items()}
-        claim(lora_layers(model), self)
+        mark_hooked(lora_layers(model), self)
         self._adapters, self._momentum, self._shapes = adapters, momentum, shapes
         self._seed, self._step, self._fresh, self._figures = seed, 0, True, {}
         self._updates = torch.zeros((), dtype=torch.int64, device=adapters.device)
@@ -189,9 +189,9 @@ class MomentumRegularizer(Regularizer):
         finite."""
         return self.figures().read()
 
-    def figures(self) -> Figures:
+    def figures(self) -> MetricTensors:
         if self._adapters is None or not self._figures:
-            return Figures(torch.zeros(0), lambda numbers: {})
+            return MetricTensors(torch.zeros(0), lambda numbers: {})
         figures = self._figures | {
             "momentum_norm": self._adapters.squared_norm(self._momentum).sqrt(),
             "momentum_updates": self._updates,
@@ -200,7 +200,7 @@ class MomentumRegularizer(Regularizer):
         if isinstance(self.config, MGPO):
             figures["gradient_norm_average"] = self._mean_average()
         values = torch.stack([each.double() for each in figures.values()])
-        return Figures(values, lambda numbers: dict(zip(figures, numbers, strict=True)))
+        return MetricTensors(values, lambda numbers: dict(zip(figures, numbers, strict=True)))
 
     def _mean_average(self) -> Tensor:
         return self._average

@@ -30,8 +30,8 @@ from flatshift.regularizers.layers.signs import counters, layer_uid, mix64, sign
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.checks import (
     check_state,
-    claim,
     demand_length,
+    mark_hooked,
     refuse_reentry,
     refuse_second_attach,
     release,
@@ -60,7 +60,7 @@ class NEFTuneRegularizer(Regularizer):
         refuse_second_attach(self._embedding is not None)
         self._refuse_mesh(placement or ALONE)
         embedding = input_embedding(model)
-        claim({"of the input tokens": embedding}, self)
+        mark_hooked({"of the input tokens": embedding}, self)
         self._embedding, self._placement = embedding, placement or ALONE
         self._seed, self._step, self._micro, self._bound = seed, 0, 0, 0.0
         return self

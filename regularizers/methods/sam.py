@@ -44,14 +44,14 @@ from flatshift.regularizers.layers.fused import shaped
 from flatshift.regularizers.layers.sharded import is_sharded
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods.checks import (
-    claim,
     demand_length,
     lora_layers,
+    mark_hooked,
     refuse_reentry,
     refuse_second_attach,
     release,
 )
-from flatshift.regularizers.protocol import Figures, Regularizer
+from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -79,7 +79,7 @@ class TwoPass(Regularizer):
 
     def _take(self, model: nn.Module, theta: Adapters, layers: Mapping[str, nn.Module]) -> None:
         """The end of `attach`: claim the `layers` by name and begin to count."""
-        claim(layers, self)
+        mark_hooked(layers, self)
         self._theta, self._model = theta, model
         self._step, self._figures = 0, {}
         self._unperturbed = torch.zeros((), dtype=torch.int64, device=theta.device)
@@ -145,10 +145,10 @@ class TwoPass(Regularizer):
         not finite, and trained with ε = 0."""
         return self.figures().read()
 
-    def figures(self) -> Figures:
+    def figures(self) -> MetricTensors:
         found = {**self._figures, "unperturbed_steps": self._unperturbed}
         values = torch.stack([value.to(self._unperturbed.device, torch.float64) for value in found.values()])
-        return Figures(values, lambda numbers: dict(zip(found, numbers, strict=True)))
+        return MetricTensors(values, lambda numbers: dict(zip(found, numbers, strict=True)))
 
     def _names(self) -> dict[str, Tensor]:
         return {f"{self._kind}.step": torch.tensor(self._step), f"{self._kind}.unperturbed": self._unperturbed}

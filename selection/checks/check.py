@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, placed, unit_weights
+from flatshift.selection.methods.base import UNITS, Pool, Progress, scaled_features, unit_weights
 from flatshift.selection.methods.gotd import GotDSelector
 from flatshift.selection.transport.dense import solve_dense
 from flatshift.selection.transport.kernel import Kernel
@@ -130,7 +130,7 @@ class Mixtures:
 
 def mean_cost(x: np.ndarray, y: np.ndarray, weights: np.ndarray, cost: str = "sqeuclidean") -> float:
     """Σ_ij w_i c(x_i, y_j) / M: what a relative ε is a multiple of."""
-    rows, targets = placed(x, cost), placed(y, cost)
+    rows, targets = scaled_features(x, cost), scaled_features(y, cost)
     centre = targets.mean(0)
     rows, targets = rows - centre, targets - centre
     squared = weights @ np.einsum("ij,ij->i", rows, rows) + np.einsum("ij,ij->i", targets, targets).mean()
@@ -142,7 +142,7 @@ def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost:
 
     Both potentials are one function p = −ε log u, u_i = Σ_j w_j K_ij / u_j, and the value is 2 Σ w p.
     """
-    points = placed(x, cost)
+    points = scaled_features(x, cost)
     points = points - points.mean(0)
     squared = np.einsum("ij,ij->i", points, points)
     kernel = np.maximum(squared[:, None] + squared - 2.0 * (points @ points.T), 0.0)

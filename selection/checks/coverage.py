@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Progress, placed
+from flatshift.selection.methods.base import UNITS, Progress, scaled_features
 from flatshift.selection.methods.neighbours import nearest_rows
 
 _FELLOWS = 2000
@@ -54,7 +54,7 @@ def target_coverage(
     affordable = int(_WORK / (x.shape[0] * x.shape[1]))
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
     pool = x if cost == "sqeuclidean" else _Placed(x, cost)
-    targets = placed(y, cost)
+    targets = scaled_features(y, cost)
     found = nearest_rows(pool, targets[worst], 1, progress=progress)
     return Coverage(
         targets=worst,
@@ -90,4 +90,4 @@ class _Placed:
         self.dtype = np.dtype(np.float64)
 
     def __getitem__(self, key: Any) -> np.ndarray:
-        return placed(self.source[key], self.cost)
+        return scaled_features(self.source[key], self.cost)

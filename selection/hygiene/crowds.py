@@ -56,7 +56,7 @@ class Groups:
         self._parent[nodes] = nodes[first][component]
 
 
-class Crowds:
+class DuplicateClusters:
     """The rows that share their key with another one.
 
     keyed: as of `sort_keys`, `memory` too. rows: (m,) those of each crowd in ascending order, crowd after crowd.
@@ -114,7 +114,7 @@ class Crowds:
                 members += len(place)
                 yield self.number[place].astype(np.uint64) * np.uint64(len(groups)) + label, place
 
-        found = Crowds(labelled(), self.memory)
+        found = DuplicateClusters(labelled(), self.memory)
         alone = members - len(found.rows)
         return alone + sum(int(found._sizes(*span).sum()) for span in found._pieces())
 
@@ -171,7 +171,7 @@ def leaders(count: int, keyed: Iterable[Keyed], second: Callable[[np.ndarray], n
     The keys are hashes of 64 bits: rows that share one by chance are few, and held in memory.
     """
     first = made(count, np.int64, np.arange)
-    crowds = Crowds(keyed, memory)
+    crowds = DuplicateClusters(keyed, memory)
     met: dict[tuple[int, int], int] = {}
     for low, high in blocks(len(crowds.rows)):
         rows, number = crowds.rows[low:high], crowds.number[low:high]

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from flatshift.selection.hygiene import config
-from flatshift.selection.hygiene.crowds import Crowds, Groups, leaders
+from flatshift.selection.hygiene.crowds import DuplicateClusters, Groups, leaders
 from flatshift.selection.hygiene.external_sort import Keyed
 from flatshift.selection.hygiene.minhash import MinHasher, band_keys, bands_for
 from flatshift.selection.hygiene.shingles import Shingler, mix
@@ -109,7 +109,7 @@ class NearDuplicates:
         proposed = made(len(alive), np.bool_, lambda low, high: False)
         for store in self._keys:
             keys = store.array()
-            crowds = Crowds(((keys[rows], rows) for rows in chosen(part)), self.memory)
+            crowds = DuplicateClusters(((keys[rows], rows) for rows in chosen(part)), self.memory)
             for low, high in blocks(len(crowds.rows)):
                 proposed[crowds.rows[low:high]] = True
         found = Growing(np.int64)
@@ -151,7 +151,7 @@ class NearDuplicates:
         groups = Groups(leader)
         compared = left_out = 0
         for store in self._keys:
-            crowds = Crowds(self._keyed(store.array(), distinct), self.memory)
+            crowds = DuplicateClusters(self._keyed(store.array(), distinct), self.memory)
             for one, other in crowds.pairs(groups):
                 similar = self._sets.jaccard(one, other, floor=self.settings.threshold) >= self.settings.threshold
                 groups.join(one[similar], other[similar])

@@ -23,7 +23,7 @@ from flatshift.selection.methods.base import (
     checked_budget,
     finite_number,
     keyed_uniform,
-    need,
+    require_field,
 )
 from flatshift.selection.methods.classifier import Classifier
 from flatshift.selection.methods.cynical import Cynical
@@ -32,7 +32,7 @@ from flatshift.selection.methods.gotd import GotD
 from flatshift.selection.methods.knn import KNN
 from flatshift.selection.methods.moore_lewis import MooreLewis
 from flatshift.selection.methods.random import RandomSelector
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -80,9 +80,11 @@ class Auto:
         if not self.tried or len(set(self.tried)) < len(self.tried):
             raise ValueError("tried must name at least one method, each once")
 
-    def build(self, around: Around) -> AutoSelector:
+    def build(self, around: SelectorContext) -> AutoSelector:
         alone = replace(around, state=None)
-        return made(AutoSelector, self, around, tried={name: _TRIED[name]().build(alone) for name in self.tried})
+        return from_settings(
+            AutoSelector, self, around, tried={name: _TRIED[name]().build(alone) for name in self.tried}
+        )
 
 
 class AutoSelector(Selector):
@@ -116,8 +118,8 @@ class AutoSelector(Selector):
         if self.budget is None:
             raise SelectionError("auto compares selections of one size; construct it with budget=")
         budget = checked_budget(self.budget, len(pool))
-        rows, _ = need(pool, target, "tokens", "auto")
-        tried = dict(self.tried or {"moore-lewis": MooreLewis().build(Around(seed=self.seed))})
+        rows, _ = require_field(pool, target, "tokens", "auto")
+        tried = dict(self.tried or {"moore-lewis": MooreLewis().build(SelectorContext(seed=self.seed))})
         kept, held = self._parts(target)
         reference = KneserNey.of(rows)
         aims = held.tokens

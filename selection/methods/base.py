@@ -16,7 +16,7 @@ from flatshift.selection.validation import feature_matrix, strings
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
-"""A cost in squared distances between `placed` rows."""
+"""A cost in squared distances between `scaled_features` rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +185,7 @@ def finite_number(value: Any, name: str, *, above: float = -inf, least: float = 
         raise SelectionError(f"{name} must be {' and '.join(filter(None, wanted)) or 'a finite number'}, not {value!r}")
 
 
-def need(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
+def require_field(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
     """Both sides' `part` ("texts", "tokens" or "features"), features as matrices. SelectionError: one is
     missing, or tokens are of two vocabularies."""
     found = []
@@ -210,7 +210,7 @@ def unit_weights(weights: Any, count: int) -> np.ndarray:
     return np.asarray(given / given.sum())
 
 
-def placed(rows: Any, cost: str) -> np.ndarray:
+def scaled_features(rows: Any, cost: str) -> np.ndarray:
     """Rows as float64, for "cosine" of length one, so that costs are `UNITS[cost]` times squared distances."""
     wide = np.asarray(rows, dtype=np.float64)
     return wide if cost == "sqeuclidean" else np.asarray(wide / np.linalg.norm(wide, axis=1, keepdims=True))

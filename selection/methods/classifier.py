@@ -19,9 +19,9 @@ from flatshift.selection.methods.base import (
     behind,
     finite_number,
     keyed_uniform,
-    need,
+    require_field,
 )
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -49,8 +49,8 @@ class Classifier:
         check(self, "strength", above=0)
         check(self, "minimum", least=1)
 
-    def build(self, around: Around) -> ClassifierSelector:
-        return made(ClassifierSelector, self, around)
+    def build(self, around: SelectorContext) -> ClassifierSelector:
+        return from_settings(ClassifierSelector, self, around)
 
 
 class ClassifierSelector(Selector):
@@ -81,7 +81,7 @@ class ClassifierSelector(Selector):
         for name in ("buckets", "fit_rows", "minimum"):
             finite_number(getattr(self, name), name, least=1 if name == "minimum" else 2)
         finite_number(self.strength, "strength", above=0.0)
-        rows, aims = need(pool, target, "tokens", "classifier")
+        rows, aims = require_field(pool, target, "tokens", "classifier")
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; classifier has nothing to learn from")
         drawn = np.argsort(keyed_uniform(pool, self.seed, "classifier sample"), kind="stable")[: self.fit_rows]

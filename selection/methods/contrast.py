@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from flatshift.selection.errors import SelectionError, TooLittleMemory
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, require_field
 from flatshift.selection.methods.gotd import check_transport, memory_bytes
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.transport.solver import Potentials
@@ -42,8 +42,8 @@ class GotDContrast:
         if self.attract == self.repel == 0:
             raise ValueError("repel and attract are both 0, which scores nothing; make one of them positive")
 
-    def build(self, around: Around) -> GotDContrastSelector:
-        return made(GotDContrastSelector, self, around, memory_bytes=memory_bytes(self.memory_gib))
+    def build(self, around: SelectorContext) -> GotDContrastSelector:
+        return from_settings(GotDContrastSelector, self, around, memory_bytes=memory_bytes(self.memory_gib))
 
 
 class GotDContrastSelector(Selector):
@@ -91,7 +91,7 @@ class GotDContrastSelector(Selector):
             raise SelectionError("attract and repel are both 0, which scores nothing; make one of them positive")
         if negative is None:
             raise SelectionError("gotd-contrast needs negative examples; pass negative= to fit")
-        x, y = need(pool, target, "features", "gotd-contrast")
+        x, y = require_field(pool, target, "features", "gotd-contrast")
         if negative.features is None:
             raise SelectionError("gotd-contrast works on features, and the negative has none; pass features= to it")
         towards = self._solve(pool, x, target, y, progress)

@@ -25,9 +25,9 @@ from flatshift.selection.methods.base import (
     behind,
     checked_budget,
     finite_number,
-    need,
+    require_field,
 )
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -69,8 +69,8 @@ class Cynical:
         check(self, "minimum", least=1)
         check(self, "repeats", least=1)
 
-    def build(self, around: Around) -> CynicalSelector:
-        return made(CynicalSelector, self, around)
+    def build(self, around: SelectorContext) -> CynicalSelector:
+        return from_settings(CynicalSelector, self, around)
 
 
 class CynicalSelector(Selector):
@@ -113,7 +113,7 @@ class CynicalSelector(Selector):
         finite_number(self.minimum, "minimum", least=1)
         finite_number(self.repeats, "repeats", least=1)
         budget = max(1, len(pool) // 10) if self.budget is None else checked_budget(self.budget, len(pool))
-        rows, aims = need(pool, target, "tokens", "cynical")
+        rows, aims = require_field(pool, target, "tokens", "cynical")
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; cynical has nothing to compare with")
         self._ngrams = ngrams = _TargetNgrams(aims)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, keyed_uniform, placed, unit_weights
+from flatshift.selection.methods.base import UNITS, Pool, Progress, keyed_uniform, scaled_features, unit_weights
 from flatshift.selection.validation import feature_matrix
 
 _TOLERANCE = 1e-10
@@ -60,7 +60,7 @@ def self_potential(
         drawn = np.sort(drawn[turn[:sample]])
     # All below is in squared distances; a cosine cost is half of them between rows of length one.
     epsilon = epsilon / UNITS[cost]
-    points = placed(x[drawn], cost)
+    points = scaled_features(x[drawn], cost)
     centre = points.mean(0)
     points = points - centre
     squared = np.einsum("ij,ij->i", points, points)
@@ -87,7 +87,7 @@ def self_potential(
     bias = p / epsilon + np.log(weights) - squared / epsilon
     step = chunk or max(256, min(8192, (32 << 20) // (8 * len(drawn))))
     for low in range(0, n, step):
-        rows = placed(x[low : low + step], cost)
+        rows = scaled_features(x[low : low + step], cost)
         out[low : low + step] = _extend(
             rows - centre, points, bias, weights, place[low : low + step], a[low : low + step], epsilon
         )

@@ -16,8 +16,16 @@ from typing import ClassVar, Literal, Self
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import text_sums
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, keyed_uniform, need
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.methods.base import (
+    Pool,
+    Progress,
+    Selector,
+    Target,
+    finite_number,
+    keyed_uniform,
+    require_field,
+)
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024
@@ -54,8 +62,8 @@ class DSIR:
                 "smoothing and floor are both 0, and a bucket that the target lacks has no logarithm; set one"
             )
 
-    def build(self, around: Around) -> DSIRSelector:
-        return made(DSIRSelector, self, around)
+    def build(self, around: SelectorContext) -> DSIRSelector:
+        return from_settings(DSIRSelector, self, around)
 
 
 class NgramHasher:
@@ -219,7 +227,7 @@ class DSIRSelector(Selector):
             raise SelectionError(
                 "smoothing and floor are both 0, and a bucket the target lacks has no logarithm; set one"
             )
-        pool_texts, target_texts = need(pool, target, "texts", "dsir")
+        pool_texts, target_texts = require_field(pool, target, "texts", "dsir")
         hasher = (NgramHasher if self.hashing == "fast" else Sha256Hasher)(self.buckets)
         wanted = np.zeros(self.buckets)
         for found, _ in hasher.batches(target_texts):

@@ -15,10 +15,10 @@ from flatshift.selection.methods.base import (
     Target,
     checked_budget,
     finite_number,
-    need,
+    require_field,
     unit_weights,
 )
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.transport.solver import Potentials
@@ -78,8 +78,8 @@ class GotD:
         if self.debiased and self.rounds > 1:
             raise ValueError(f"rounds cannot be {self.rounds} with debiased; set rounds to 1 or debiased to false")
 
-    def build(self, around: Around) -> GotDSelector:
-        return made(GotDSelector, self, around, memory_bytes=memory_bytes(self.memory_gib))
+    def build(self, around: SelectorContext) -> GotDSelector:
+        return from_settings(GotDSelector, self, around, memory_bytes=memory_bytes(self.memory_gib))
 
 
 class GotDSelector(Selector):
@@ -144,7 +144,7 @@ class GotDSelector(Selector):
             checked_budget(self.budget, len(pool))
         if self.rounds > 1:
             return self._fit_rounds(pool, target, progress)
-        x, y = need(pool, target, "features", "gotd")
+        x, y = require_field(pool, target, "features", "gotd")
         self.potentials_ = self._solve(x, y, pool.weights, target.weights, self.epsilon, progress, state=self.state)
         self.scores_ = self.potentials_.scores
         self.nearest_target_ = self.potentials_.nearest

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, need
-from flatshift.selection.validation import Around, made
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, require_field
+from flatshift.selection.validation import SelectorContext, from_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class KNN:
     title: ClassVar[str] = "kNN"
     needs: ClassVar[tuple[str, ...]] = ("features",)
 
-    def build(self, around: Around) -> KNNSelector:
-        return made(KNNSelector, self, around)
+    def build(self, around: SelectorContext) -> KNNSelector:
+        return from_settings(KNNSelector, self, around)
 
 
 class KNNSelector(Selector):
@@ -35,7 +35,7 @@ class KNNSelector(Selector):
         """Needs features on both sides."""
         from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
 
-        x, y = need(pool, target, "features", "knn")
+        x, y = require_field(pool, target, "features", "knn")
         found = nearest_rows(x, y, 0, chunk=self.chunk, progress=progress)
         self.scores_ = found.row_squared
         self.nearest_target_ = found.row_nearest

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform, need
-from flatshift.selection.validation import Around, made
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform, require_field
+from flatshift.selection.validation import SelectorContext, from_settings
 
 _BINS = 10
 _BATCH = 8192
@@ -27,8 +27,8 @@ class Length:
     unit: Literal["words", "characters"] = "words"
     """What is counted."""
 
-    def build(self, around: Around) -> LengthSelector:
-        return made(LengthSelector, self, around)
+    def build(self, around: SelectorContext) -> LengthSelector:
+        return from_settings(LengthSelector, self, around)
 
 
 class LengthSelector(Selector):
@@ -53,7 +53,7 @@ class LengthSelector(Selector):
             raise SelectionError(f'prefer must be "long", "short" or "target", not {self.prefer!r}')
         if self.unit not in ("words", "characters"):
             raise SelectionError(f'unit must be "words" or "characters", not {self.unit!r}')
-        texts, wanted = need(pool, target, "texts", "length")
+        texts, wanted = require_field(pool, target, "texts", "length")
         lengths = self._lengths(texts, progress)
         self.lengths_ = lengths
         if self.prefer == "target":

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, need
-from flatshift.selection.validation import Around, checked_chunk, made, no_overflow
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, finite_number, require_field
+from flatshift.selection.validation import SelectorContext, checked_chunk, from_settings, no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class Less:
         if not all(0 < weight < inf for weight in self.checkpoint_weights):
             raise ValueError(f"checkpoint_weights must all be above 0, got {list(self.checkpoint_weights)}")
 
-    def build(self, around: Around) -> LessSelector:
-        return made(LessSelector, self, around)
+    def build(self, around: SelectorContext) -> LessSelector:
+        return from_settings(LessSelector, self, around)
 
 
 class LessSelector(Selector):
@@ -68,7 +68,7 @@ class LessSelector(Selector):
         blocks = len(self.checkpoint_weights)
         if not blocks:
             raise SelectionError("checkpoint_weights is empty; give one weight per checkpoint")
-        x, y = need(pool, target, "features", "less")
+        x, y = require_field(pool, target, "features", "less")
         width = _width(x, y, blocks)
         names, aims = self._aims(y, target, width)
         weights = np.asarray(self.checkpoint_weights) / sum(self.checkpoint_weights)

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, Self
 
 from flatshift.selection.methods.base import Pool, Progress, Selector, Target
 from flatshift.selection.methods.perplexity import Measure, PerplexitySelector
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class LossGap:
         check(self, "steps", "batch_size", "rank", least=1)
         check(self, "lr", above=0)
 
-    def build(self, around: Around) -> LossGapSelector:
-        return made(LossGapSelector, self, around)
+    def build(self, around: SelectorContext) -> LossGapSelector:
+        return from_settings(LossGapSelector, self, around)
 
 
 class LossGapSelector(Selector):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import text_sums
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, require_field
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.features.tokens import TokenRows
@@ -46,8 +46,8 @@ class MooreLewis:
         check(self, "minimum", least=1)
         check(self, "memory_gib", least=0.001)
 
-    def build(self, around: Around) -> MooreLewisSelector:
-        return made(MooreLewisSelector, self, around)
+    def build(self, around: SelectorContext) -> MooreLewisSelector:
+        return from_settings(MooreLewisSelector, self, around)
 
 
 class MooreLewisSelector(Selector):
@@ -76,7 +76,7 @@ class MooreLewisSelector(Selector):
         finite_number(self.prior, "prior", least=0.0)
         finite_number(self.minimum, "minimum", least=1)
         finite_number(self.memory_gib, "memory_gib", above=0.0)
-        rows, aims = need(pool, target, "tokens", "moore-lewis")
+        rows, aims = require_field(pool, target, "tokens", "moore-lewis")
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; moore-lewis has nothing to compare with")
         most = max(1000, int(self.memory_gib * 2**30) // ROW_BYTES)

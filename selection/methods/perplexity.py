@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, need
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, require_field
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 Measure = Callable[[Sequence[str]], Any]
 """texts -> (len(texts),) mean −log p per token of each; called with batches in file order."""
@@ -32,8 +32,8 @@ class Perplexity:
     def __post_init__(self) -> None:
         check(self, "max_length", least=8)
 
-    def build(self, around: Around) -> PerplexitySelector:
-        return made(PerplexitySelector, self, around)
+    def build(self, around: SelectorContext) -> PerplexitySelector:
+        return from_settings(PerplexitySelector, self, around)
 
 
 class PerplexitySelector(Selector):
@@ -77,7 +77,7 @@ class PerplexitySelector(Selector):
                 "perplexity needs a loss per row; pass losses= to the pool, or measure= (and texts) to the selector"
             )
         else:
-            texts, _ = need(pool, target, "texts", "perplexity")
+            texts, _ = require_field(pool, target, "texts", "perplexity")
             parts = []
             for low in range(0, len(texts), _BATCH):
                 batch = texts[low : low + _BATCH]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from flatshift.selection.methods.base import Pool, Progress, Selector, Target, keyed_uniform
-from flatshift.selection.validation import Around, made
+from flatshift.selection.validation import SelectorContext, from_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class Random:
     title: ClassVar[str] = "A random draw"
     needs: ClassVar[tuple[str, ...]] = ()
 
-    def build(self, around: Around) -> RandomSelector:
-        return made(RandomSelector, self, around)
+    def build(self, around: SelectorContext) -> RandomSelector:
+        return from_settings(RandomSelector, self, around)
 
 
 class RandomSelector(Selector):

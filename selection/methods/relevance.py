@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.methods.base import UNITS, placed
+from flatshift.selection.methods.base import UNITS, scaled_features
 from flatshift.selection.transport import sinkhorn_potentials
 
 
@@ -104,7 +104,7 @@ def mass_by_distance(
 
 def _mean_cost(sample: Any, target: Any, cost: str) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
-        x, y = placed(sample, cost), placed(target, cost)
+        x, y = scaled_features(sample, cost), scaled_features(target, cost)
     centre = y.mean(0)
     x, y = x - centre, y - centre
     return UNITS[cost] * float((x * x).sum(1).mean() + (y * y).sum(1).mean() - 2.0 * x.mean(0) @ y.mean(0))

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from flatshift.selection.lazy import np
-from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, need
-from flatshift.selection.validation import Around, check, made, no_overflow
+from flatshift.selection.methods.base import Pool, Progress, Selector, Target, behind, finite_number, require_field
+from flatshift.selection.validation import SelectorContext, check, from_settings, no_overflow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +26,8 @@ class RoundRobin:
     def __post_init__(self) -> None:
         check(self, "neighbours", least=1)
 
-    def build(self, around: Around) -> RoundRobinSelector:
-        return made(RoundRobinSelector, self, around)
+    def build(self, around: SelectorContext) -> RoundRobinSelector:
+        return from_settings(RoundRobinSelector, self, around)
 
 
 class RoundRobinSelector(Selector):
@@ -45,7 +45,7 @@ class RoundRobinSelector(Selector):
         from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
 
         finite_number(self.neighbours, "neighbours", least=1)
-        x, y = need(pool, target, "features", "round-robin")
+        x, y = require_field(pool, target, "features", "round-robin")
         found = nearest_rows(_Unit(x), _Unit(y), int(self.neighbours), chunk=self.chunk, progress=progress)
         m, k = found.rows.shape
         taken = np.full(len(pool), -1, dtype=np.int64)

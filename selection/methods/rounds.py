@@ -22,7 +22,16 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.methods.base import UNITS, Pool, Progress, Target, keyed_uniform, need, placed, unit_weights
+from flatshift.selection.methods.base import (
+    UNITS,
+    Pool,
+    Progress,
+    Target,
+    keyed_uniform,
+    require_field,
+    scaled_features,
+    unit_weights,
+)
 from flatshift.selection.transport.problem import finite_rows
 from flatshift.selection.transport.solver import Potentials
 from flatshift.selection.validation import real_weights
@@ -87,7 +96,7 @@ def choose_in_rounds(
     progress: Progress | None = None,
 ) -> Rounds:
     """Choose `budget` rows in up to `rounds` parts; the arguments are those of `GotDSelector`."""
-    x, target_features = need(pool, target, "features", "gotd")
+    x, target_features = require_field(pool, target, "features", "gotd")
     y = np.asarray(target_features)
     finite_rows(y, "target", 0)  # here, where rows still have the caller's numbers; the solver checks the rest
     b = None if target.weights is None else real_weights(target.weights, "target")
@@ -171,7 +180,7 @@ def _mean_cost(x: Any, index: np.ndarray | None, weights: Any, y: np.ndarray, b:
 
     Squared distances: Σ_i a_i |x_i − ȳ|² + Σ_j b_j |y_j − ȳ|². Cosine costs: half of these for rows of length one.
     """
-    rows = placed(y, cost)
+    rows = scaled_features(y, cost)
     target_weights = unit_weights(b, len(rows))
     centre = target_weights @ rows
     spread = float(target_weights @ ((rows - centre) ** 2).sum(1))
@@ -180,7 +189,7 @@ def _mean_cost(x: Any, index: np.ndarray | None, weights: Any, y: np.ndarray, b:
     step = max(16, _READ_BYTES // (8 * x.shape[1]))
     total = 0.0
     for low in range(0, count, step):
-        part = placed(x[low : low + step] if index is None else x[index[low : low + step]], cost) - centre
+        part = scaled_features(x[low : low + step] if index is None else x[index[low : low + step]], cost) - centre
         total += float(a[low : low + step] @ np.einsum("ij,ij->i", part, part))
     return UNITS[cost] * (total + spread)
 

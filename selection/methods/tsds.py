@@ -15,9 +15,9 @@ from flatshift.selection.methods.base import (
     behind,
     finite_number,
     keyed_uniform,
-    need,
+    require_field,
 )
-from flatshift.selection.validation import Around, check, made
+from flatshift.selection.validation import SelectorContext, check, from_settings
 
 if TYPE_CHECKING:
     from flatshift.selection.methods.neighbours import Nearest
@@ -53,8 +53,8 @@ class TSDS:
         check(self, "sigma", least=0)
         check(self, "neighbours", least=1)
 
-    def build(self, around: Around) -> TSDSSelector:
-        return made(TSDSSelector, self, around)
+    def build(self, around: SelectorContext) -> TSDSSelector:
+        return from_settings(TSDSSelector, self, around)
 
 
 class TSDSSelector(Selector):
@@ -100,7 +100,7 @@ class TSDSSelector(Selector):
         finite_number(self.sigma, "sigma", least=0.0)
         if isinstance(self.neighbours, bool) or not isinstance(self.neighbours, int) or self.neighbours < 1:
             raise SelectionError(f"neighbours must be a whole number of at least 1, not {self.neighbours!r}")
-        x, y = need(pool, target, "features", "tsds")
+        x, y = require_field(pool, target, "features", "tsds")
         found = nearest_rows(x, y, self.neighbours, chunk=self.chunk, progress=progress)
         mass, spread, density, counted = self._spread(x, found, progress)
         p = np.zeros(len(pool))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.studies.cell import _adapter_digest, cell_of
-from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.initial_adapter import check_unchanged
 from flatshift.finetune.adapters.saved import SavedAdapter
 from flatshift.finetune.errors import UserError
@@ -141,7 +141,7 @@ def test_the_other_adapter_is_known_by_its_content_and_place(setting: str, tmp_p
 def test_before_is_judged_on_the_cold_backbone(tmp_path: Path) -> None:
     settings = {"adapter.under": str(tmp_path / "gone"), "train.precision": "fp32", "train.device": "cpu"}
     recipe = load_recipe("classify", [from_override(key, value) for key, value in settings.items()]).recipe
-    model = lay_out(recipe, LanguageModel(pack=False), None)[0].model
+    model = load_model(recipe, LanguageModel(pack=False), None)[0].model
     cold = load_backbone(recipe.backbone, task=LanguageModel(pack=False))
     ids = torch.arange(3, 15)[None]
     with torch.no_grad():

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.faults.bad_requests import SCHEMES
 from flatshift.cli import run
 from flatshift.finetune import assets
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 EVIL = "\x1b]0;x\x07\x9b31m\u202e\u2066\x7f"
@@ -196,7 +196,7 @@ def test_a_full_disk_is_named_by_where_it_is_written_to(named: bool, monkeypatch
     monkeypatch.setattr("flatshift.experiments.report.build_report", full)
     assert run(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 2
     assert f"the disk is full at {tmp_path / 'page.html'}; free" in capsys.readouterr().err
-    with pytest.raises(OSError, match="elsewhere"), owned(tmp_path / "out"):
+    with pytest.raises(OSError, match="elsewhere"), exclusive_lock(tmp_path / "out"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "elsewhere/cache")
 
 

@@ -11,7 +11,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.workflows import samples
 from flatshift.experiments.workflows.samples import Kept, Sampling, figures_of, write_samples
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.evaluate.sandbox import refuse_unless_contained
 from flatshift.finetune.tasks import LanguageModel
 from tests.cli.test_eval_side_by_side import trained
@@ -24,7 +24,7 @@ ASKED = Sampling(samples=3, top_p=0.9, max_new_tokens=6)
 
 def written(kept: Kept, asked: Sampling = ASKED, batch_size: int = 5) -> list[list[str]]:
     model = tiny_model("llama", len(TOKENIZER)).eval()
-    inference = Inference.of(TOKENIZER, batch_size=batch_size)
+    inference = EvalBatching.of(TOKENIZER, batch_size=batch_size)
     return write_samples("m", model, TOKENIZER, ROWS, LanguageModel(), asked, kept, inference)
 
 

@@ -87,7 +87,7 @@ def test_a_tied_pair_that_was_adapted_comes_apart(tied: Path, tmp_path: Path) ->
 def test_larger_models_than_memory_are_compared_block_by_block(tied: Path, tmp_path: Path, monkeypatch) -> None:
     """Neither side may hold the model: the same answers all the same, of a merged folder and of an adapter."""
     monkeypatch.setattr(folder_check, "available_memory", lambda: 100_000)
-    monkeypatch.setattr(folder_check, "lay_out", None)  # which reads the whole model
+    monkeypatch.setattr(folder_check, "load_model", None)  # which reads the whole model
     assert run(["merge", str(tied), "--out", str(tmp_path / "merged")]) == 0
     record = json.loads((tmp_path / "merged" / "merge.json").read_text(encoding="utf-8"))
     assert record["max_logit_difference"] <= 3e-6 and record["same_tokens"] == record["places"]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import resume_recipe
-from flatshift.experiments.workflows.build import lay_out
+from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.folder_check import alone_in_float32
 from flatshift.experiments.workflows.model_card import _settings, code, fenced
 from flatshift.finetune.assets import backbone
@@ -276,7 +276,7 @@ def by_training(source: Path, texts: list[str]) -> tuple[list[str], torch.Tensor
     """Classes, and logits of backbone + adapter, row by row, on the tokens that training makes of each text."""
     recipe = alone_in_float32(resume_recipe(source).recipe)
     names = json.loads((source / "manifest.json").read_text(encoding="utf-8"))["label_names"]
-    engine, tokenizer = lay_out(recipe, recipe.task, tuple(names), adapter=source / "adapter")
+    engine, tokenizer = load_model(recipe, recipe.task, tuple(names), adapter=source / "adapter")
     made = encode(
         [Row({"text": text, "label": names[0]}, str(i), f"f:{i}") for i, text in enumerate(texts)],
         task=recipe.task,
@@ -353,7 +353,7 @@ def test_the_cards_own_snippet_loads_the_adapter_in_plain_peft(
     assert scope["BACKBONE"] == str(BASE)
     recipe = resume_recipe(source).recipe
     labels = ("a|b`c", "no", "yes") if kind == "classes" else None
-    engine, tokenizer = lay_out(recipe, recipe.task, labels, adapter=source / "adapter")
+    engine, tokenizer = load_model(recipe, recipe.task, labels, adapter=source / "adapter")
     assert scope["ids"][0, 0] == tokenizer.bos_token_id, "as in training"
     with torch.no_grad():
         ours = engine.model.eval()(input_ids=scope["ids"]).logits

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flatshift.cli import run
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 
 QUICK = {
     "train.steps": 2,
@@ -73,7 +73,7 @@ def test_a_path_in_use_is_refused_with_its_owner(words: list[str], finished: Pat
     out, before = tmp_path / "out", contents(finished)
     owner = {"--resume": finished, "merge": finished / "merged", "export": finished / "export"}
     path = out if "OUT" in words else next(owner[word] for word in words if word in owner)
-    with owned(path):
+    with exclusive_lock(path):
         assert run([{"RUN": str(finished), "OUT": str(out)}.get(word, word) for word in words]) == 2
     told = capsys.readouterr().err
     assert f"{path} is in use by another command (process {os.getpid()}); wait for its end" in told

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.selection.transport.state import Standing, Store
 
 ROWS, TARGETS = 34_000, 300
@@ -89,7 +89,7 @@ def test_a_killed_select_goes_on_to_the_same_bits(words, tmp_path: Path, capsys)
     message = capsys.readouterr().err
     assert "unfinished work of another command (select.budget 500, not 400)" in message and message.count("\n") == 1
     # So is a second process at work on it.
-    with owned(out):
+    with exclusive_lock(out):
         assert run([*words, "--out", str(out)]) == 2
     assert f"in use by another command (process {os.getpid()})" in capsys.readouterr().err
     assert len(list((out / "state" / "kept").glob("pass-0002-*"))) == 1
@@ -198,7 +198,7 @@ def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None
     from flatshift.experiments.recipe.config import Recipe, Select
     from flatshift.experiments.run.console import Console
     from flatshift.experiments.workflows import train
-    from flatshift.experiments.workflows.context import opened
+    from flatshift.experiments.workflows.context import run_context
     from flatshift.finetune.errors import Interrupted
     from flatshift.finetune.run_directory import RunDirectory
 
@@ -214,7 +214,7 @@ def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None
 
     monkeypatch.setattr(train, "select_into", select_into)
     recipe, console = Recipe(select=Select()), Console(quiet=True)
-    with opened(recipe, RunDirectory(tmp_path), console, cell=True) as context:
+    with run_context(recipe, RunDirectory(tmp_path), console, cell=True) as context:
         pass
     with pytest.raises(Interrupted, match="flatshift train --resume"):
         train._select(context)

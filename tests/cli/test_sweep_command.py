@@ -22,9 +22,9 @@ from flatshift.cli import run
 from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.workflows.context import opened
+from flatshift.experiments.workflows.context import run_context
 from flatshift.experiments.workflows.train import execute
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.train.loop import Diverged
 
@@ -206,7 +206,7 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
     (out / "sweep.json").write_text("{", encoding="utf-8")
     refused("not valid JSON")
     assert not (out / "cells").exists() and not (out / "log.txt").exists()
-    with owned(out):
+    with exclusive_lock(out):
         (out / "sweep.json").write_text('{"format": 2, "grid": {}}', encoding="utf-8")
         refused(f"(process {os.getpid()})")
     assert cheap(*grid) == 0, "a directory without a cell is gone on with"
@@ -354,7 +354,7 @@ def test_real_cells_of_two_workers_equal_single_runs(tmp_path: Path) -> None:
     laid = [from_override(key, value) for key, value in {**settings, "adapter.rank": 2, "train.steps": 3}.items()]
     recipe = load_recipe("double-descent", laid).recipe
     alone = RunDirectory.create(tmp_path / "alone")
-    with opened(recipe, alone, Console(quiet=True), cell=True) as context:
+    with run_context(recipe, alone, Console(quiet=True), cell=True) as context:
         judged = execute(context, prepare(recipe))
     for split in ("train", "test"):
         assert rows[f"{split}.loss"][1] == judged[split]["loss"]["value"], "recording and sweeping change no bit"

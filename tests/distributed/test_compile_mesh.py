@@ -22,7 +22,7 @@ from flatshift.finetune.parallel import fsdp as sharding
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.fsdp import in_order
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.loop import TrainingStage, train_stage
@@ -95,7 +95,7 @@ def on_mesh(source: str, folder: str, cases: list[tuple[dict[str, Any], str, boo
     found = []
     for number, (mesh, kind, compiled, ahead) in enumerate(cases):
         settings = Mesh(**mesh)
-        world = World.of(settings, torch.device("cpu"))
+        world = ProcessMesh.of(settings, torch.device("cpu"))
         record = replace(capabilities(torch.device("cpu")), kind="cuda" if ahead else "cpu")
         with mock.patch.object(sharding, "capabilities", lambda device, record=record: record):
             engine = build_engine(

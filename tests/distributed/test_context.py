@@ -19,7 +19,7 @@ from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activat
 from flatshift.finetune.parallel.context import ContextParallel, check_context
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.fsdp import shard
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
 from flatshift.finetune.parallel.tensor import tensor_parallel
 from flatshift.finetune.tasks import LanguageModel
@@ -87,7 +87,7 @@ def laid_out(case: Case) -> Engine:
     if mesh.size == 1:
         checkpoint_activations(model, case.checkpointing)
         return Engine.alone(model)
-    world = World.of(mesh, torch.device("cpu"))
+    world = ProcessMesh.of(mesh, torch.device("cpu"))
     check_context(model)
     if mesh.pp > 1:
         model, _ = cut_parts(model, whole, mesh=mesh, world=world)

@@ -15,7 +15,7 @@ from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.parallel.build import build_engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
 from flatshift.regularizers import GGPO, Plain, RegularizerConfig, build
@@ -96,7 +96,7 @@ def examples(task: Task, *, even: bool) -> list[Example]:
 def course(case: Case, source: str, folder: Path, *, stop_at: int | None = None) -> dict[str, Any]:
     """A stage by the loop; whether it was begun in `folder` before or not."""
     task, train = case.task, case.train()
-    world = World.alone() if case.mesh.size == 1 else World.of(case.mesh, torch.device("cpu"))
+    world = ProcessMesh.alone() if case.mesh.size == 1 else ProcessMesh.of(case.mesh, torch.device("cpu"))
     labels = LABELS if isinstance(task, Classify) else None
     engine = build_engine(
         source, task=task, adapter=case.adapter, train=train, mesh=case.mesh, world=world, label_names=labels

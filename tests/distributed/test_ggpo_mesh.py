@@ -19,7 +19,7 @@ from flatshift.finetune.config import Mesh
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.fsdp import shard
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
 from flatshift.finetune.parallel.tensor import tensor_parallel
 from flatshift.finetune.tasks import LanguageModel
@@ -80,7 +80,7 @@ def build_engine(case: Case) -> Engine:
     mesh, model = case.mesh, whole()
     if mesh.size == 1:
         return Engine.alone(model)
-    world = World.of(mesh, torch.device("cpu"))
+    world = ProcessMesh.of(mesh, torch.device("cpu"))
     if mesh.pp > 1:
         model, _ = cut_parts(model, whole, mesh=mesh, world=world)
     layout = tensor_parallel(model, world=world, sequence_parallel=mesh.sequence_parallel)
@@ -287,7 +287,7 @@ def odd_ends() -> dict[str, Any]:
     """Four ranks: parts of unequal size, some empty; a faulty gradient on one rank alone."""
     found: dict[str, Any] = {}
     case = Case(Mesh(dp=4))
-    world = World.of(case.mesh, torch.device("cpu"))
+    world = ProcessMesh.of(case.mesh, torch.device("cpu"))
     model = odd_layers()
     fully_shard(model, mesh=world.submesh("dp"))
     empty = sum(part.tensor.numel() == 0 for part in map(Part.of, model.parameters()))

@@ -10,7 +10,7 @@ import torch
 
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Spikes, Train
 from flatshift.finetune.parallel.build import build_engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.loop import TrainingStage, train_stage
@@ -53,7 +53,7 @@ class Shared(RandomBatches):
 
 def train(source: str, folder: str, mesh: Mesh) -> dict[str, Any]:
     """A stage whose last data rank meets a loss that is no number, and later one that is far too high."""
-    world = World.alone() if mesh.size == 1 else World.of(mesh, torch.device("cpu"))
+    world = ProcessMesh.alone() if mesh.size == 1 else ProcessMesh.of(mesh, torch.device("cpu"))
     settings = Train(
         steps=12, save_every=2, skip_nonfinite=1, spikes=Spikes(window=4, back=3, skip=4), threads=1, batch_size=4
     )

@@ -29,12 +29,12 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     from flatshift.finetune.config import Adapter, Evaluate, Train
     from flatshift.finetune.data.batches import Batches
     from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.data.labels import Units, fold_units
     from flatshift.finetune.data.masking import Masking
     from flatshift.finetune.evaluate.judge import evaluate
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import Classify, MaskedLM, Regress
     from tests.data_models import text_rows
 
@@ -43,7 +43,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     names = CLASSES if kind == "sets" else None
     units = Units(50.0, 50.0, 20.0, "classifier") if kind == "numbers" else None
     tokenizer, cpu = masked_tokenizer(), torch.device("cpu")
-    world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)
+    world = ProcessMesh.alone(cpu) if mesh.size == 1 else ProcessMesh.of(mesh, cpu)
     train = Train(batch_size=4, max_length=48, device="cpu")
     engine = build_engine(
         source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world, label_names=names
@@ -63,7 +63,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     fold_units(engine.parameters, units)
     found = evaluate(
         engine.judged, tokenizer, examples[:9], task=task, config=Evaluate(bootstrap=5),
-        inference=Inference.of(tokenizer, batch_size=4, share=engine.evaluation),
+        inference=EvalBatching.of(tokenizer, batch_size=4, share=engine.evaluation),
     )  # fmt: skip
     saved = engine.whole(engine.parameters)
     if kind == "masked" and mesh.size == 1:

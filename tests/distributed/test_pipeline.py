@@ -161,7 +161,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
     from flatshift.finetune.config import Mesh
     from flatshift.finetune.parallel.fsdp import shard
     from flatshift.finetune.parallel.layout import whole_all
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
     from flatshift.finetune.parallel.tensor import tensor_parallel
     from flatshift.finetune.tasks import Classify, LanguageModel
@@ -170,7 +170,7 @@ def compare(case: Case, *, pp: int, dp: int = 1, tp: int = 1) -> dict[str, Any]:
         pp=pp, dp=dp, tp=tp, schedule=case.schedule, virtual=case.virtual, microbatches=case.pieces,
         sequence_parallel=case.by_tokens,
     )  # fmt: skip
-    world = World.of(mesh, torch.device("cpu"))
+    world = ProcessMesh.of(mesh, torch.device("cpu"))
     whole = whole_model(case.kind, 2 * pp, case.first_adapted)
     batches = [[micros_at(case.kind, step, case.micros, seed=7 * row) for row in range(dp)] for step in range(STEPS)]
     counts = [sum(count_of(micros) for micros in step) for step in batches]
@@ -249,12 +249,12 @@ def with_dropout() -> tuple[list[str], list[int]]:
     import contextlib
 
     from flatshift.finetune.config import Mesh
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
     from flatshift.finetune.tasks import LanguageModel
 
     mesh = Mesh(pp=2, schedule="interleaved")
-    world = World.of(mesh, torch.device("cpu"))
+    world = ProcessMesh.of(mesh, torch.device("cpu"))
     parts, _ = cut_parts(
         whole_model("gpt2", 4, dropout=0.2), lambda: whole_model("gpt2", 4, dropout=0.2), mesh=mesh, world=world
     )
@@ -352,7 +352,7 @@ def long_rows(source: str) -> list[list[float]]:
     from flatshift.finetune.data.batches import Batches
     from flatshift.finetune.data.example import Example
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import LanguageModel
 
     generator = torch.Generator().manual_seed(0)
@@ -361,7 +361,7 @@ def long_rows(source: str) -> list[list[float]]:
     task, train, cpu = LanguageModel(pack=False), Train(batch_size=2, max_length=150, device="cpu"), torch.device("cpu")
     found = []
     for mesh in (Mesh(), Mesh(pp=2)):
-        world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)
+        world = ProcessMesh.alone(cpu) if mesh.size == 1 else ProcessMesh.of(mesh, cpu)
         engine = build_engine(source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world)
         batches = Batches(
             examples, task=task, batch_size=2, accumulate=1, seed=0, max_length=150, pad_id=0, share=engine.share

@@ -26,14 +26,14 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     from flatshift.finetune.config import Adapter, Evaluate, Train
     from flatshift.finetune.data.batches import Batches
     from flatshift.finetune.data.example import IGNORE, Example
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.judge import evaluate
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import Preference
 
     task, cpu = Preference(loss=loss), torch.device("cpu")  # type: ignore[arg-type]
-    world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)
+    world = ProcessMesh.alone(cpu) if mesh.size == 1 else ProcessMesh.of(mesh, cpu)
     train = Train(batch_size=4, max_length=24, device="cpu")
     engine = build_engine(source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world)
     generator = torch.Generator().manual_seed(1)
@@ -55,7 +55,7 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     losses, first = few_updates(engine, batches, task, STEPS)
     found = evaluate(
         engine.judged, PadOnly(), examples, task=task, config=Evaluate(bootstrap=5),
-        inference=Inference.of(PadOnly(), batch_size=4, share=engine.evaluation),
+        inference=EvalBatching.of(PadOnly(), batch_size=4, share=engine.evaluation),
     )  # fmt: skip
     return {"losses": losses, "first": first, "found": {n: f["value"] for n, f in found.items()}}
 

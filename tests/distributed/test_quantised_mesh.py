@@ -18,7 +18,7 @@ from flatshift.finetune.models.quantize import scales
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.layout import local
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
@@ -81,7 +81,7 @@ def course(case: Case, sources: dict[str, Path], adapter: Path | None) -> dict[s
         adapter=Adapter(rank=4, dora=case.dora),
         train=train,
         mesh=case.mesh,
-        world=World.alone(device) if case.mesh.size == 1 else World.of(case.mesh, device),
+        world=ProcessMesh.alone(device) if case.mesh.size == 1 else ProcessMesh.of(case.mesh, device),
         say=said.append,
     )
     settings = GGPO(sigma=0.2, refresh=2, ema=0.5)

@@ -34,15 +34,15 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     from flatshift.finetune.config import Adapter, Evaluate, Train
     from flatshift.finetune.data.batches import Batches
     from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.answers import generate_answers
     from flatshift.finetune.evaluate.judge import evaluate
     from flatshift.finetune.parallel.build import build_engine
-    from flatshift.finetune.parallel.mesh import World
+    from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import Seq2Seq
 
     task, cpu = Seq2Seq(score="generate", max_new_tokens=4), torch.device("cpu")
-    world = World.alone(cpu) if mesh.size == 1 else World.of(mesh, cpu)
+    world = ProcessMesh.alone(cpu) if mesh.size == 1 else ProcessMesh.of(mesh, cpu)
     train = Train(batch_size=4, max_length=24, device="cpu")
     engine = build_engine(source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world)
     generator = torch.Generator().manual_seed(1)
@@ -55,7 +55,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     )
     losses, first = few_updates(engine, batches, task, STEPS)
     some, judged, share = examples[:7], engine.judged, engine.evaluation
-    inference = Inference.of(TOKENIZER, batch_size=3, share=share)
+    inference = EvalBatching.of(TOKENIZER, batch_size=3, share=share)
     figures = evaluate(judged, TOKENIZER, some, task=task, config=Evaluate(bootstrap=10), inference=inference)
     with evaluating(judged):
         answers = generate_answers(judged, TOKENIZER, some, inference, max_new_tokens=4)

@@ -16,8 +16,8 @@ from flatshift.finetune.models.meta import empty_model
 from flatshift.finetune.models.weight_names import Checkpoint, canonical
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
-from flatshift.finetune.parallel.layout import Layout, Slice, put, whole_all
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, put, whole_all
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.seeds import torch_generator
 from tests.distributed_ranks import run_ranks
@@ -99,7 +99,7 @@ def drawn(name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch_generator(0, "test", canonical(name))) * 0.05
 
 
-def fill(model: nn.Module, names: Any, layout: Layout) -> None:
+def fill(model: nn.Module, names: Any, layout: TensorParallelLayout) -> None:
     """Values by name for what no file has."""
     for name in names:
         parameter = model.get_parameter(name)
@@ -115,11 +115,11 @@ def reference(kind: str, directory: Path, **more: Any) -> Any:
     model = adapted(model, kind, rank=more.get("rank", 4), dtype=more.get("dtype", torch.float32))
     materialize(model, "cpu")
     new = [n for n, _ in model.named_parameters() if "lora_" in n or (kind == "bert" and "classifier" in n)]
-    fill(model, new, Layout())
+    fill(model, new, TensorParallelLayout())
     return model.train()
 
 
-def sharded(kind: str, directory: Path, mesh: Mesh, world: World, **more: Any) -> tuple[Any, Any, Any]:
+def sharded(kind: str, directory: Path, mesh: Mesh, world: ProcessMesh, **more: Any) -> tuple[Any, Any, Any]:
     """A model that was built on meta, sharded over `mesh` and filled, its sharding and its loading report."""
     model = empty_model(auto(kind), directory, dtype=more.get("precision", torch.float32), **options(kind))
     checkpoint = Checkpoint.of(model, directory)
@@ -128,8 +128,8 @@ def sharded(kind: str, directory: Path, mesh: Mesh, world: World, **more: Any) -
     checkpoint_activations(model, more.get("checkpointing", "none"))
     sharding = shard(model, mesh=mesh, world=world)
     materialize(model, "cpu")
-    loaded = load_weights(model, checkpoint, layout=Layout(), world=world)
-    fill(model, loaded.unread, Layout())
+    loaded = load_weights(model, checkpoint, layout=TensorParallelLayout(), world=world)
+    fill(model, loaded.unread, TensorParallelLayout())
     return model.train(), sharding, loaded
 
 
@@ -161,7 +161,9 @@ def count(kind: str, batch: dict[str, Tensor]) -> int:
     return int((labels != -100).sum())
 
 
-def one_update(model: Any, sharding: Any, kind: str, world: World, accumulate: int) -> tuple[float, dict[str, Tensor]]:
+def one_update(
+    model: Any, sharding: Any, kind: str, world: ProcessMesh, accumulate: int
+) -> tuple[float, dict[str, Tensor]]:
     """The loss of the whole batch and the whole gradients by name, as every rank sees them."""
     batch = rows(kind)
     total, axes = count(kind, batch), ("replicate", "dp", "cp")
@@ -178,7 +180,7 @@ def one_update(model: Any, sharding: Any, kind: str, world: World, accumulate: i
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
     for name in sorted(live.keys() - sharding.held):
         world.sum(live[name].grad, *axes)
-    grads = whole_all({n: p.grad for n, p in live.items()}, like=live, layout=Layout(), world=world)
+    grads = whole_all({n: p.grad for n, p in live.items()}, like=live, layout=TensorParallelLayout(), world=world)
     return float(world.sum(loss, *axes)), grads
 
 
@@ -192,7 +194,7 @@ def compare(directories: dict[str, Path], cases: list[tuple[str, dict[str, Any],
     found = []
     for kind, settings, more in cases:
         mesh = Mesh(**settings)
-        world = World.of(mesh, CPU)
+        world = ProcessMesh.of(mesh, CPU)
         single = reference(kind, directories[kind], **more)
         (true := loss_sum(single, kind, rows(kind)) / count(kind, rows(kind))).backward()
         truth = {canonical(n): p.grad for n, p in single.named_parameters() if p.requires_grad}
@@ -200,7 +202,9 @@ def compare(directories: dict[str, Path], cases: list[tuple[str, dict[str, Any],
         loss, grads = one_update(model, sharding, kind, world, more.get("accumulate", 1))
         sharding.settle()
         live = {canonical(n): p for n, p in model.named_parameters()}
-        tensors = whole_all({n: p.detach() for n, p in live.items()}, like=live, layout=Layout(), world=world)
+        tensors = whole_all(
+            {n: p.detach() for n, p in live.items()}, like=live, layout=TensorParallelLayout(), world=world
+        )
         same = all(torch.equal(tensors[canonical(n)], p.detach()) for n, p in single.named_parameters())
         found.append(
             {
@@ -299,9 +303,9 @@ CUTS = {  # leaf module: (dim of the weight, fused blocks, whether its bias is c
 }
 
 
-def cut(model: Any, kind: str, world: World) -> Layout:
+def cut(model: Any, kind: str, world: ProcessMesh) -> TensorParallelLayout:
     """Replace parameters of the plain model on meta by their tensor-parallel part."""
-    layout, done = Layout(), {}
+    layout, done = TensorParallelLayout(), {}
     names = {id(p): n for n, p in model.named_parameters()}
     for path, module in model.named_modules():
         dim, fused, bias = CUTS[kind].get(path.rpartition(".")[-1], (0, 0, False))
@@ -322,7 +326,7 @@ def cut(model: Any, kind: str, world: World) -> Layout:
 
 
 def read_and_gather(directories: dict[str, Path], settings: dict[str, Any]) -> list[tuple[str, Any]]:
-    world = World.of(Mesh(**settings), CPU)
+    world = ProcessMesh.of(Mesh(**settings), CPU)
     wrong: list[tuple[str, Any]] = []
     for kind, directory in directories.items():
         family = kind.removesuffix("-bf16")
@@ -368,10 +372,10 @@ def refused(directory: Path) -> list[str]:
     said = []
     for settings in ({"dp": 2, "offload": True}, {"dp": 2, "zero": 1, "adapters": "replicate"}):
         try:
-            sharded("llama", directory, Mesh(**settings), World.of(Mesh(**settings), CPU))
+            sharded("llama", directory, Mesh(**settings), ProcessMesh.of(Mesh(**settings), CPU))
         except UserError as error:
             said.append(str(error))
-    world = World.of(Mesh(dp=2), CPU)
+    world = ProcessMesh.of(Mesh(dp=2), CPU)
     model = adapted(empty_model(auto("llama"), directory, dtype=torch.float32), "llama", rank=2, dtype=torch.float32)
     from flatshift.finetune.parallel import fsdp as module
 

@@ -17,8 +17,8 @@ from flatshift.finetune.compute.slices import slice_rows
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.models.meta import empty_model
 from flatshift.finetune.models.weight_names import Checkpoint, canonical
-from flatshift.finetune.parallel.layout import Layout
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.layout import TensorParallelLayout
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from tests.distributed_ranks import run_ranks
@@ -33,8 +33,8 @@ READ = {
 SPLIT_BY_TOKENS = ("llama", "llama-tied", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "llama-classify")
 
 
-def _world() -> World:
-    return World.of(Mesh(tp=dist.get_world_size()), torch.device("cpu"))
+def _world() -> ProcessMesh:
+    return ProcessMesh.of(Mesh(tp=dist.get_world_size()), torch.device("cpu"))
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return grads
 
 
-def _summed(grads: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def _summed(grads: dict[str, Tensor], layout: TensorParallelLayout) -> dict[str, Tensor]:
     for name in sorted(layout.partial):
         dist.all_reduce(grads[name])
     return grads
@@ -64,7 +64,7 @@ def _step(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def _compare(
     kind: str,
     *,
-    world: World,
+    world: ProcessMesh,
     dtype: torch.dtype = torch.float32,
     sequence_parallel: bool = False,
     checkpoint: bool = False,
@@ -146,7 +146,7 @@ def rest(saved: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def _generation(kind: str, world: World) -> tuple[list, list]:
+def _generation(kind: str, world: ProcessMesh) -> tuple[list, list]:
     whole = adapted(kind).eval()
     local = copy.deepcopy(whole)
     tensor_parallel(local, world=world, sequence_parallel=kind in SPLIT_BY_TOKENS)
@@ -157,7 +157,7 @@ def _generation(kind: str, world: World) -> tuple[list, list]:
     return whole.generate(**batch, **settings).tolist(), local.generate(**batch, **settings).tolist()
 
 
-def _meta(kind: str, world: World) -> bool:
+def _meta(kind: str, world: ProcessMesh) -> bool:
     """The cut is the same on the meta device, and tied weights stay one parameter."""
     real, meta = adapted(kind), adapted(kind, meta=True)
     cut = [tensor_parallel(model, world=world) for model in (real, meta)]
@@ -171,7 +171,7 @@ def _meta(kind: str, world: World) -> bool:
     return cut[0] == cut[1] and shapes[0] == shapes[1] and bool(plain) == (world.rank > 0 and has_row_biases)
 
 
-def _vocabulary(world: World) -> dict[str, float]:
+def _vocabulary(world: ProcessMesh) -> dict[str, float]:
     """Float32 with a bias, against float64 over the whole vocabulary."""
     generator = torch.Generator().manual_seed(4)
     n, width, size = 300, 16, 8192
@@ -196,7 +196,7 @@ def _vocabulary(world: World) -> dict[str, float]:
     }
 
 
-def _traffic(world: World, *, sequence_parallel: bool) -> dict[str, int]:
+def _traffic(world: ProcessMesh, *, sequence_parallel: bool) -> dict[str, int]:
     """Elements that the collectives of one step move by name, embedding and head apart."""
     rows, tokens, blocks = 2, 8, 4
     model = adapted("llama", num_hidden_layers=blocks)
@@ -225,7 +225,7 @@ def _traffic(world: World, *, sequence_parallel: bool) -> dict[str, int]:
     return moved
 
 
-def _second_call(world: World) -> str:
+def _second_call(world: ProcessMesh) -> str:
     model = adapted("llama")
     tensor_parallel(model, world=world)
     try:
@@ -235,7 +235,7 @@ def _second_call(world: World) -> str:
     return ""
 
 
-def _curvature(world: World) -> float:
+def _curvature(world: ProcessMesh) -> float:
     """A Hessian-vector product of one local B equals the whole model's."""
     whole = adapted("qwen2", attn_implementation="eager")
     local = copy.deepcopy(whole)
@@ -247,13 +247,13 @@ def _curvature(world: World) -> float:
         direction = torch.ones_like(b)
         inner = (grad * direction).sum()
         if model is local:
-            inner = borders.leave(inner, dist.group.WORLD)
+            inner = borders.reduce_from_tp(inner, dist.group.WORLD)
         products.append(torch.autograd.grad(inner, b)[0])
     wanted = layout.slices["model.layers.1.mlp.up_proj.lora_B.weight"].take(products[0])
     return float((products[1] - wanted).norm() / wanted.norm())
 
 
-def _loaded(kind: str, folder: Path, world: World) -> float:
+def _loaded(kind: str, folder: Path, world: ProcessMesh) -> float:
     """Cut on meta and then read from a file, the backbone gives the logits of the whole one."""
     whole = backbone(kind)
     cut = empty_model(getattr(transformers, READ[kind]), folder, dtype=torch.float32).requires_grad_(False)
@@ -274,7 +274,7 @@ class _Through(nn.Module):
         return x
 
 
-def _stages(world: World) -> dict[str, float]:
+def _stages(world: ProcessMesh) -> dict[str, float]:
     """Two pipeline stages in one container."""
     whole = adapted("llama")
     container = nn.Module()
@@ -333,8 +333,8 @@ def test_generation_loading_vocabulary_traffic_and_stages(tmp_path: Path) -> Non
 def test_one_rank_changes_nothing() -> None:
     model = adapted("llama")
     before = dict(model.named_modules())
-    layout = tensor_parallel(model, world=World.alone())
-    assert layout == Layout()
+    layout = tensor_parallel(model, world=ProcessMesh.alone())
+    assert layout == TensorParallelLayout()
     assert dict(model.named_modules()) == before
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 

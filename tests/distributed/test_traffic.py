@@ -12,7 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from benchmarks._collectives import SCALARS, Collectives
 from benchmarks.sharding_traffic import added, arguments, cases, count_all
 from flatshift.finetune.config import Mesh
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from tests.distributed_ranks import run_ranks
 
 FAST = {
@@ -34,7 +34,7 @@ FAST = {
 
 def known_calls() -> dict[str, list[int]]:
     """Four ranks make calls whose bytes are known, through every door that torch has; what was counted of them."""
-    world = World.of(Mesh(dp=2, tp=2), torch.device("cpu"))
+    world = ProcessMesh.of(Mesh(dp=2, tp=2), torch.device("cpu"))
     dp, tp = world.group("dp"), world.group("tp")
     x = torch.ones(100)
     with Collectives(world) as seen:

@@ -14,7 +14,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.labels import Units
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.evaluate.answers import chrf, generate_answers
@@ -210,7 +210,9 @@ def test_evaluate_judges_numbers_in_their_own_units(encoder):
     examples = encode(rows, task=task, tokenizer=WORDPIECE, max_length=64, units=Units(48.0, 50.0, 20.0)).examples
     found = evaluate(model, WORDPIECE, examples, task=task, config=Evaluate(bootstrap=5, batch_size=4))
     with torch.no_grad():
-        said = [float(model(**micro.inputs).logits) for e in examples for micro in Inference(1, 0).batches([e], task)]
+        said = [
+            float(model(**micro.inputs).logits) for e in examples for micro in EvalBatching(1, 0).batches([e], task)
+        ]
     true = np.array([r.values["label"] for r in rows])
     assert found["rmse"]["value"] == pytest.approx(sk.root_mean_squared_error(true, said), rel=1e-5)
     assert found["loss"]["value"] == pytest.approx(np.mean((true - said) ** 2) / 400, rel=1e-5)
@@ -235,9 +237,9 @@ def test_beam_search_is_transformers_own_of_each_row_alone(kind, tmp_path):
     start = open_backbone(source).decoder_start
     examples = encode(text_rows(7), task=task, tokenizer=TOKENIZER, max_length=64, decoder_start=start).examples
     answers = generate_answers(
-        model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=6, num_beams=3
+        model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=3), max_new_tokens=6, num_beams=3
     )
-    greedy = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=6)
+    greedy = generate_answers(model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=3), max_new_tokens=6)
     for example, answer in zip(examples, answers, strict=True):
         out = model.generate(
             input_ids=torch.tensor([example.input_ids]), num_beams=3, do_sample=False, max_new_tokens=6,

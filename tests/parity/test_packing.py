@@ -10,7 +10,7 @@ from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.leaks import refuse_leaks
+from flatshift.finetune.evaluate.leaks import check_packing_isolation
 from flatshift.finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 
@@ -104,7 +104,7 @@ def test_a_neighbour_changes_no_bit_of_a_sample(kind, attention):
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
 def test_models_that_keep_samples_apart_pass_the_check(kind, dtype):
     model = tiny_model(kind, len(TOKENIZER)).to(dtype).train()
-    refuse_leaks(model)
+    check_packing_isolation(model)
     assert model.training
 
 
@@ -132,9 +132,9 @@ def test_the_smallest_leak_is_one(dtype):
         return logits.float() + 1e-5 * ids[0, 0] * (ids.shape == (1, 16))
 
     llama = tiny_model("llama", len(TOKENIZER)).to(dtype)
-    refuse_leaks(Around(llama, lambda ids, logits: logits))
+    check_packing_isolation(Around(llama, lambda ids, logits: logits))
     with pytest.raises(UserError, match="lets packed samples see each other"):
-        refuse_leaks(Around(llama, change))
+        check_packing_isolation(Around(llama, change))
 
 
 def test_bits_that_are_not_repeated_are_no_leak():
@@ -144,33 +144,35 @@ def test_bits_that_are_not_repeated_are_no_leak():
     draws = torch.Generator().manual_seed(0)
     llama = tiny_model("llama", len(TOKENIZER))
     noisy = Around(llama, lambda ids, logits: logits + 1e-4 * torch.rand(logits.shape, generator=draws))
-    refuse_leaks(noisy)
-    refuse_leaks(Around(llama, lambda ids, logits: logits + 1e-4 * ids.flatten()[0]))  # of the batch, packed or not
+    check_packing_isolation(noisy)
+    check_packing_isolation(
+        Around(llama, lambda ids, logits: logits + 1e-4 * ids.flatten()[0])
+    )  # of the batch, packed or not
     noisy.inner = tiny_model("bloom", len(TOKENIZER))
     with pytest.raises(UserError, match="lets packed samples see each other"):
-        refuse_leaks(noisy)
+        check_packing_isolation(noisy)
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         config = MixtralConfig(vocab_size=500, hidden_size=64, intermediate_size=96, use_cache=False, **sizes)
         experts = MixtralForCausalLM(config)
-    refuse_leaks(experts)
+    check_packing_isolation(experts)
 
 
 def test_every_rank_takes_part_where_one_finds_a_difference():
     calls = []
     model = Around(tiny_model("llama", len(TOKENIZER)), lambda ids, logits: calls.append(tuple(ids.shape)) or logits)
-    refuse_leaks(model)
+    check_packing_isolation(model)
     assert calls == [(1, 16)] * 2
     calls.clear()
-    refuse_leaks(model, agree=lambda differs: True)
+    check_packing_isolation(model, agree=lambda differs: True)
     assert calls == [(1, 16)] * 3 + [(2, 8)] * 2
 
 
 def test_models_that_would_leak_are_refused():
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(UserError, match=r"set task\.pack: false"):
-            refuse_leaks(tiny_model("bloom", len(TOKENIZER)).to(dtype))
+            check_packing_isolation(tiny_model("bloom", len(TOKENIZER)).to(dtype))
 
     class Deaf(torch.nn.Module):
         """A Llama behind a wrapper that loses the positions."""
@@ -186,9 +188,9 @@ def test_models_that_would_leak_are_refused():
             return self.inner(input_ids=input_ids)
 
     with pytest.raises(UserError, match="lets packed samples see each other"):
-        refuse_leaks(Deaf())
+        check_packing_isolation(Deaf())
 
     caching = tiny_model("llama", len(TOKENIZER))
     caching.config.use_cache = True
     with pytest.raises(UserError, match="lets packed samples see each other"):
-        refuse_leaks(caching)
+        check_packing_isolation(caching)

@@ -12,7 +12,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.evaluate.preference import quick_figures, score_answers
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
@@ -194,7 +194,7 @@ def test_the_distance_is_how_far_each_answer_s_log_likelihood_is_from_the_backbo
     task = Preference(loss="kto", beta=0.3)  # not of β, and kto has single answers too
     model, backbone = model_of(source, task), load_backbone(source, task=task)
     made = examples(single)
-    scores = score_answers(model, made, Inference(3, 0), task=task)
+    scores = score_answers(model, made, EvalBatching(3, 0), task=task)
     with torch.no_grad():
         apart = [
             (log_p(model.double(), ids, labels)[0] - log_p(backbone.double(), ids, labels)[0]).item()
@@ -207,7 +207,7 @@ def test_the_distance_is_how_far_each_answer_s_log_likelihood_is_from_the_backbo
 
 def test_a_loss_without_a_reference_has_no_distance_from_it(source):
     task = Preference(loss="simpo")
-    scores = score_answers(model_of(source, task), examples(), Inference(4, 0), task=task)
+    scores = score_answers(model_of(source, task), examples(), EvalBatching(4, 0), task=task)
     assert quick_figures(scores).keys() == set(task.figure_names)
     assert "reference_distance" in Preference().figure_names
     assert "reference_distance" not in task.figure_names

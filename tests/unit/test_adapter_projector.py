@@ -24,10 +24,10 @@ from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
 from flatshift.finetune.data.columns import Examples
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import ranking
-from flatshift.finetune.evaluate.generation import lacking_room
+from flatshift.finetune.evaluate.generation import context_overflow
 from flatshift.finetune.evaluate.perplexity import document_nats
 from flatshift.finetune.models.anatomy import position_limit
 from flatshift.finetune.models.fingerprint import checksum
@@ -223,8 +223,8 @@ def test_what_lies_before_the_text_is_named_where_room_is_short(adapter, places,
     check_length(Engine.alone(model), SimpleNamespace(max_length=left))
     with pytest.raises(UserError, match=f"{left + 1} is above the {left} positions that .* has left beside {front}$"):
         check_length(Engine.alone(model), SimpleNamespace(max_length=left + 1))
-    assert lacking_room(model, [3] * (left - 4), 4, apart=False) is None
-    assert lacking_room(model, [3] * (left - 3), 4, apart=False) == f"the backbone's 64 positions beside {front}"
+    assert context_overflow(model, [3] * (left - 4), 4, apart=False) is None
+    assert context_overflow(model, [3] * (left - 3), 4, apart=False) == f"the backbone's 64 positions beside {front}"
 
 
 def test_choices_are_ranked_some_examples_at_a_time(sources, monkeypatch):
@@ -245,9 +245,9 @@ def test_choices_are_ranked_some_examples_at_a_time(sources, monkeypatch):
         return document_nats(model, rows, *how, **task)
 
     monkeypatch.setattr(ranking, "document_nats", watched)
-    whole = ranking.rank_choices(model, Examples.of(examples), Inference(4, 0), task=Completion())
+    whole = ranking.rank_choices(model, Examples.of(examples), EvalBatching(4, 0), task=Completion())
     monkeypatch.setattr(ranking, "_VECTORS", 2 * len(choices) * K * WIDTH * 4 + 1)
-    sliced = ranking.rank_choices(model, Examples.of(examples), Inference(4, 0), task=Completion())
+    sliced = ranking.rank_choices(model, Examples.of(examples), EvalBatching(4, 0), task=Completion())
     assert seen == [21, 6, 6, 6, 3]
     np.testing.assert_allclose(sliced, whole, rtol=1e-5)
     for i, k in ((0, 0), (4, 1), (6, 2)):

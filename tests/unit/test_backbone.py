@@ -12,7 +12,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.compute.numerics import uses_dropout
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.fingerprint import checksum
@@ -79,7 +79,7 @@ def test_a_padded_row_is_judged_as_it_is_alone_where_the_config_names_no_pad_tok
     examples = encode(rows, task=Classify(), tokenizer=tokenizer, max_length=64).examples
 
     def logits(some):
-        micro = next(Inference(4, tokenizer.pad_token_id).batches(some, Classify()))
+        micro = next(EvalBatching(4, tokenizer.pad_token_id).batches(some, Classify()))
         with torch.no_grad():
             return dict(zip((row for (row,) in micro.rows), model(**micro.inputs).logits, strict=True))
 

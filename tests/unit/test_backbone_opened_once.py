@@ -18,7 +18,7 @@ from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import cell_of, run_cell
 from flatshift.experiments.studies.compare.measures import Measures
-from flatshift.experiments.workflows.build import judge_splits, lay_out
+from flatshift.experiments.workflows.build import judge_splits, load_model
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models import backbone as module
@@ -74,7 +74,7 @@ def test_one_train_opens_its_backbone_once(counts: Counter[str], recipe: Resolve
     train(recipe, tmp_path / "another", quiet=True)
     assert counts == {"directory": 1, "config": 1, "tokenizer": 1, "weights": 2}
     prepared = prepare(recipe.recipe)
-    anew = lay_out(recipe.recipe, recipe.recipe.task, prepared.label_names, adapter=tmp_path / "run" / "adapter")
+    anew = load_model(recipe.recipe, recipe.recipe.task, prepared.label_names, adapter=tmp_path / "run" / "adapter")
     console = Console(quiet=True)
     assert judge_splits(recipe.recipe, *anew, prepared, console, watch=console.evaluating) == found
 

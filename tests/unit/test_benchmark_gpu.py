@@ -134,7 +134,7 @@ def test_operations_in_closed_form_are_those_that_hooks_count(tied):
     from benchmarks.gpu.llama import Shape, adapted, batches, operations
     from flatshift.finetune.parallel.engine import Engine
     from flatshift.finetune.tasks import LanguageModel
-    from flatshift.finetune.train.throughput import Tally, attention_width
+    from flatshift.finetune.train.throughput import FlopCounter, attention_width
 
     shape, rows, sequence, rank = Shape(64, 160, 3, 4, 2, 512, tied), 2, 24, 4
     model = adapted(shape, "cpu", rank=rank).train()
@@ -143,7 +143,7 @@ def test_operations_in_closed_form_are_those_that_hooks_count(tied):
     (micro,), task = found.at(0), LanguageModel(pack=False)
     with torch.autocast("cpu", torch.bfloat16):
         head = engine.find_head(micro.inputs, task=task)
-        tally = Tally()
+        tally = FlopCounter()
         with tally.watching(model, width=attention_width(model.config), head=head):
             from flatshift.finetune.compute.loss import batch_loss
 

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from flatshift.finetune.data.chat.answers import Answers, Sample
+from flatshift.finetune.data.chat.answers import AssistantSpans, Sample
 from flatshift.finetune.data.chat.conversation import read_conversation
 from flatshift.finetune.data.chat.template import ChatTemplate
 from flatshift.finetune.data.chat.tokens import TokenMap
@@ -242,7 +242,7 @@ def test_a_tokenizer_that_does_not_tell_places():
     )  # fmt: skip
     told = [{"role": "user", "content": "größe 🙂"}, {"role": "assistant", "content": "naïve 🙂"}]
     tokenizer.chat_template = template
-    answers = Answers(ChatTemplate(tokenizer, Chat()), TokenMap(tokenizer).places)
+    answers = AssistantSpans(ChatTemplate(tokenizer, Chat()), TokenMap(tokenizer).places)
     samples = answers.samples(read_conversation(row(messages=told)), last_only=False)
     (found,) = TokenMap(tokenizer).samples(samples)
     on = [token for token, yes in zip(found.ids, found.supervised, strict=True) if yes]

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from flatshift.finetune.config import Evaluate
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers
@@ -121,13 +121,13 @@ def test_the_panel_marks_every_answer():
 def test_surprise_is_of_the_supervised_tokens_alone():
     model = tiny_model("llama", len(TOKENIZER))
     found = encoded([row(0, **CONVERSATIONS["system"]), row(1, **CONVERSATIONS["single"])], max_length=128).examples
-    nats, tokens = document_nats(model, found, Inference(2, 0), task=PLAIN)
+    nats, tokens = document_nats(model, found, EvalBatching(2, 0), task=PLAIN)
     for i, example in enumerate(found):
         logits = model(input_ids=torch.tensor([example.input_ids])).logits[0, :-1].double().log_softmax(-1)
         places = [(at - 1, label) for at, label in enumerate(example.labels) if label != -100]
         assert nats[i] == pytest.approx(-sum(logits[at, label].item() for at, label in places), rel=1e-5)
         assert tokens[i] == len(places)
-    (micro,) = Inference(2, 0).batches(found, PLAIN)
+    (micro,) = EvalBatching(2, 0).batches(found, PLAIN)
     assert micro.supervised == sum(map(int, tokens))
 
 
@@ -136,7 +136,7 @@ def test_the_last_turn_is_generated_from_what_precedes_it_until_its_end():
     model = tiny_model("llama", len(TOKENIZER))
     names = ("single", "system", "multi", "echo")
     found = encoded([row(i, **CONVERSATIONS[name]) for i, name in enumerate(names)], task=task, max_length=256).examples
-    answers = generate_answers(model, TOKENIZER, found, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=5)
+    answers = generate_answers(model, TOKENIZER, found, EvalBatching.of(TOKENIZER, batch_size=3), max_new_tokens=5)
     for name, example, answer in zip(names, found, answers, strict=True):
         turns = CONVERSATIONS[name]["messages"]
         assert example.answer == " " + turns[-1]["content"]
@@ -168,5 +168,7 @@ def test_generation_stops_at_the_end_of_turn_too():
             return torch.cat([input_ids, torch.tensor([[*four, end]])], dim=1)
 
     model = Model()
-    (answer,) = generate_answers(model, tokenizer, [example], Inference.of(tokenizer, batch_size=1), max_new_tokens=8)
+    (answer,) = generate_answers(
+        model, tokenizer, [example], EvalBatching.of(tokenizer, batch_size=1), max_new_tokens=8
+    )
     assert model.ends == [tokenizer.eos_token_id, end] and answer == "4"

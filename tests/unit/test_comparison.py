@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.studies import Comparison, StudyMethod, StudyTask
 from flatshift.experiments.report.chapters.comparison import page
 from flatshift.experiments.statistics.intervals import detectable, holm, paired_p
@@ -350,7 +350,7 @@ def test_rows_that_a_killed_save_left_half_written_are_swept(made, tmp_path: Pat
 
 def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: Path) -> None:
     from flatshift.experiments.data.splits import prepare
-    from flatshift.experiments.workflows.build import lay_out
+    from flatshift.experiments.workflows.build import load_model
 
     recipe, _, _ = made
     plan = Plan(str(recipe), [], data=recipe.parent)
@@ -371,7 +371,8 @@ def test_a_seed_fixes_subset_and_initialisation_for_all_methods(made, tmp_path: 
     assert not lines("validation") & lines("train") or len(lines("train")) < 55, "rows are drawn apart by place"
     assert [len(getattr(plan.rows("easy"), s)) for s in ("train", "validation", "test")] == [55, 20, 30]
     a, b = (
-        lay_out(cell.resolved.recipe, cell.resolved.recipe.task, ("bad", "good"))[0].parameters for cell in (one, other)
+        load_model(cell.resolved.recipe, cell.resolved.recipe.task, ("bad", "good"))[0].parameters
+        for cell in (one, other)
     )
     assert all(a[name].equal(b[name]) for name in a)
 
@@ -472,7 +473,7 @@ def test_the_shipped_study_resolves_in_every_setting(tmp_path: Path) -> None:
 def test_a_study_is_part_of_the_resolved_recipe(made, tmp_path: Path) -> None:
     recipe, out, _ = made
     again = load_recipe(str(out / "study.recipe.yaml"))
-    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(settled(load_recipe(str(recipe))).recipe)
+    assert dataclasses.asdict(again.recipe) == dataclasses.asdict(resolve_auto(load_recipe(str(recipe))).recipe)
     changed = load_recipe(str(recipe), [from_override("comparison.methods.ggpo.lr", "[1e-3, 2e-3]")])
     assert changed.recipe.comparison is not None and changed.recipe.comparison.methods["ggpo"].lr == (1e-3, 2e-3)
 

@@ -11,7 +11,7 @@ import torch
 from flatshift.finetune.data.batches import Batches, pack_order
 from flatshift.finetune.data.encoding import IGNORE, encode
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel, panel_spans
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel
@@ -115,14 +115,14 @@ def test_pack_order_is_a_partition_that_fits_and_fills():
 def test_segments_reach_the_model():
     rows = [row(0, text="the cat", text2="the dog sat", label="a"), row(1, text="the", label="b")]
     examples = encode(rows, task=Classify(), tokenizer=bert_tokenizer(), max_length=16).examples
-    (micro,) = Inference(4, 0).batches(examples, Classify())
+    (micro,) = EvalBatching(4, 0).batches(examples, Classify())
     segments = micro.inputs["token_type_ids"].tolist()
     assert segments[0] == examples[0].segments and set(segments[1]) == {0}
 
 
 def test_evaluation_takes_every_example_once_longest_first():
     examples = encode(text_rows(50), task=LanguageModel(), tokenizer=TOKENIZER, max_length=48).examples
-    micros = list(Inference(8, 0).batches(examples, LanguageModel(), max_tokens=100))
+    micros = list(EvalBatching(8, 0).batches(examples, LanguageModel(), max_tokens=100))
     seen = [i for micro in micros for (i,) in micro.rows]
     assert sorted(seen) == list(range(50))
     lengths = [len(examples[i].input_ids) for i in seen]
@@ -159,18 +159,18 @@ def test_panel_marks_exactly_the_supervised_tokens():
 
 def test_panel_of_classes_and_of_long_texts():
     examples = encode(text_rows(3), task=Classify(), tokenizer=TOKENIZER, max_length=64).examples
-    (micro,) = Inference(3, 0).batches(examples, Classify())
+    (micro,) = EvalBatching(3, 0).batches(examples, Classify())
     panel = first_batch_panel(micro, TOKENIZER, Classify(), label_names=("bad", "good", "neutral"), samples=2)
     name = ("bad", "good", "neutral")[int(micro.labels[0])]
     assert f"→ ⟦{name}⟧" in panel and "… and 1 more" in panel
     examples = encode([row(text="the cat " * 300)], task=LanguageModel(), tokenizer=TOKENIZER, max_length=900).examples
-    (micro,) = Inference(1, 0).batches(examples, LanguageModel())
+    (micro,) = EvalBatching(1, 0).batches(examples, LanguageModel())
     panel = first_batch_panel(micro, TOKENIZER, LanguageModel(), width=100)
     assert panel.count("⟦") == panel.count("⟧") == 2 and len(panel) < 250
 
 
 def test_panel_refuses_a_batch_with_nothing_supervised():
     example = Example([1, 5, 6], [IGNORE] * 3, "a", "rows.jsonl:1")
-    (micro,) = Inference(1, 0).batches([example], LanguageModel())
+    (micro,) = EvalBatching(1, 0).batches([example], LanguageModel())
     with pytest.raises(UserError, match="no supervised token"):
         first_batch_panel(micro, TOKENIZER, LanguageModel())

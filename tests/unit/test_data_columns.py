@@ -15,7 +15,7 @@ from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.token_cache import TokenCache
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
@@ -91,7 +91,7 @@ def test_batches_from_disk_are_those_from_memory(kind, tmp_path):
     one, other = Batches(plain, **settings), Batches(held, **settings)
     pairs = [pair for step in range(8) for pair in zip(one.at(step), other.at(step), strict=True)]
     part = held.take(np.arange(9, 39)[::-1])
-    judged = Inference(8, 0)
+    judged = EvalBatching(8, 0)
     pairs += zip(judged.batches(plain[9:39][::-1], KINDS[kind]), judged.batches(part, KINDS[kind]), strict=True)
     for a, b in pairs:
         assert a.rows == b.rows and a.supervised == b.supervised and (a.labels == b.labels).all()

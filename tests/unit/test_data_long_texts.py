@@ -155,12 +155,12 @@ def test_little_of_a_long_text_is_tokenised(monkeypatch) -> None:
 
 def test_the_least_number_is_said_as_one(monkeypatch) -> None:
     from flatshift.finetune.config import Train
-    from flatshift.finetune.data.encoding import Losses
+    from flatshift.finetune.data.encoding import TruncationCounts
     from flatshift.finetune.errors import UserError
 
     monkeypatch.setattr(encoding, "_CHARACTERS", 64)
     tokenizer = TOKENIZERS["GPT-2's"]()
-    lost = Losses("train")
+    lost = TruncationCounts("train")
     lost.add(encode(rows_of()[:2], task=LanguageModel(), tokenizer=tokenizer, max_length=LENGTH))
     with pytest.raises(UserError, match=r"at least [0-9,]+ tokens would hold"):
         lost.refuse(LanguageModel(), Train(max_length=LENGTH, max_cut=0.1))

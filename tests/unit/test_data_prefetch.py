@@ -15,10 +15,10 @@ from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM
 from flatshift.finetune.train import prefetch
-from flatshift.finetune.train.prefetch import Prefetch, fed
+from flatshift.finetune.train.prefetch import Prefetch, with_prefetch
 from tests.data_models import bert_tokenizer, byte_tokenizer, text_rows
 from tests.finetune_models import save_backbone
 from tests.stage_runs import run_or_stop
@@ -153,8 +153,8 @@ def test_an_error_is_raised_where_its_step_is_asked_for():
 def test_a_cpu_asks_its_batches_itself():
     batches, said = batches_of(LanguageModel()), []
     for device in (CPU, torch.device("meta")):
-        engine = Engine(torch.nn.Linear(1, 1), World.alone(device))
-        with fed(batches, engine, train=Train(), say=said.append) as source:
+        engine = Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(device))
+        with with_prefetch(batches, engine, train=Train(), say=said.append) as source:
             assert source is batches
     assert not said
 
@@ -162,9 +162,9 @@ def test_a_cpu_asks_its_batches_itself():
 def test_stacked_cells_and_pipelines_ask_their_batches_themselves(rehearsed):
     batches, said = batches_of(LanguageModel()), []
     for name, value in (("keeps", False), ("runner", object())):
-        engine = Engine(torch.nn.Linear(1, 1), World.alone(CPU))
+        engine = Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(CPU))
         setattr(engine, name, value)
-        with fed(batches, engine, train=Train(), say=said.append) as source:
+        with with_prefetch(batches, engine, train=Train(), say=said.append) as source:
             assert source is batches
     assert not rehearsed and not said
 
@@ -213,8 +213,8 @@ def test_a_stage_that_fails_leaves_no_thread(tmp_path, source, rehearsed):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_device_the_copies_arrive():
     device = torch.device("cuda")
-    plain, engine = batches_of(LanguageModel(pack=False)), Engine(torch.nn.Linear(1, 1), World.alone(device))
-    with fed(batches_of(LanguageModel(pack=False)), engine, train=Train(), say=lambda line: None) as ahead:
+    plain, engine = batches_of(LanguageModel(pack=False)), Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(device))
+    with with_prefetch(batches_of(LanguageModel(pack=False)), engine, train=Train(), say=lambda line: None) as ahead:
         for step in range(20):
             for mine, theirs in zip(ahead.at(step), plain.at(step), strict=True):
                 assert mine.labels.is_pinned()

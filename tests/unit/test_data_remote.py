@@ -216,7 +216,7 @@ def test_the_web_is_asked_again_after_waits(monkeypatch) -> None:
             raise error
         return "here"
 
-    assert remote.patiently("https://h/x.jsonl", ask) == "here" and waited == list(remote._WAITS[:2])
+    assert remote.with_retries("https://h/x.jsonl", ask) == "here" and waited == list(remote._WAITS[:2])
 
 
 def test_the_web_without_parts_gives_small_objects(tmp_path: Path) -> None:

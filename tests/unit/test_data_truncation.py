@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from flatshift.finetune.config import Train
-from flatshift.finetune.data.encoding import IGNORE, Losses, encode
+from flatshift.finetune.data.encoding import IGNORE, TruncationCounts, encode
 from flatshift.finetune.data.example import Encoded, Example
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
@@ -67,7 +67,7 @@ def test_cut_answers_are_counted_apart_from_cut_prompts():
 
 def test_more_losses_than_a_task_allows_are_refused():
     def lost(**counts):
-        found = Losses("train (a)")
+        found = TruncationCounts("train (a)")
         for _ in range(2):
             lengths = Counter({30: 1, 31: 1})
             examples = [Example([1], [1], "0", "rows.jsonl:1")] * (5 - counts.get("dropped", 0))
@@ -107,7 +107,7 @@ def test_more_than_half_is_refused_with_the_length_that_would_do(task):
     how = {"task": task, "tokenizer": TOKENIZER, "decoder_start": 0}
     needs = sorted(len(one.input_ids) for one in encode(rows, max_length=200, **how).examples)
     for limit in (needs[49], needs[30], needs[0] - 1):
-        found = Losses("train")
+        found = TruncationCounts("train")
         found.add(made := encode(rows, max_length=limit, **how))
         cut = sum(one > limit for one in needs)
         assert found.truncated == made.truncated == cut

@@ -9,7 +9,7 @@ from flatshift.finetune.config import Projector
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, row
@@ -39,7 +39,7 @@ def test_batches_have_each_rows_own_vectors(task, tmp_path):
         assert list(held) == examples
         assert list(held[4:1:-1]) == examples[4:1:-1]
         for part, places in ((held, range(7)), (held[1::2], range(1, 7, 2))):
-            for micro in Inference(3, 0).batches(part, task):
+            for micro in EvalBatching(3, 0).batches(part, task):
                 index = [list(places)[i] for (i,) in micro.rows]
                 assert np.array_equal(micro.inputs["features"].numpy(), values[index])
     batches = Batches(examples, task=task, batch_size=4, seed=0, max_length=32, pad_id=0)

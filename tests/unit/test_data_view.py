@@ -9,7 +9,7 @@ import pytest
 
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data import view as view_module
-from flatshift.finetune.data.rows import Row, Seen, read_rows
+from flatshift.finetune.data.rows import Row, SeenIds, read_rows
 from flatshift.finetune.data.view import spill_rows
 from flatshift.finetune.errors import UserError
 
@@ -153,10 +153,10 @@ def test_repeated_ids_are_found_however_far_back(batch: int):
     for first, second in ((0, 299), (17, 18), (100, 250)):
         given = list(ids)
         given[second] = given[first]
-        seen = Seen(batch)
+        seen = SeenIds(batch)
         found = [hit for i, name in enumerate(given) for hit in seen.add(name, f"f:{i}")] + seen.finish()
         assert found == [(given[first], f"f:{second}")]
-    seen = Seen(batch)
+    seen = SeenIds(batch)
     assert not [hit for name in r.permutation(ids) for hit in seen.add(str(name), "")] + seen.finish()
 
 

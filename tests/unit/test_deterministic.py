@@ -16,7 +16,7 @@ from flatshift.finetune.compute.numerics import deterministic
 from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.tasks import LanguageModel
 from tests.finetune_models import RandomBatches, save_backbone
 from tests.stage_runs import run_or_stop
@@ -68,7 +68,7 @@ def test_a_stage_trains_inside_of_it_to_the_bits_of_a_cpu(tmp_path: Path) -> Non
 
 
 def test_the_loss_is_made_by_our_slices(tmp_path: Path) -> None:
-    engine = Engine(torch.nn.Linear(2, 2), World(torch.device("cuda")))
+    engine = Engine(torch.nn.Linear(2, 2), ProcessMesh(torch.device("cuda")))
     head = Head(torch.nn.Linear(2, 2))
     told: list[str] = []
     taken = with_kernel(

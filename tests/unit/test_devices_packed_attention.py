@@ -16,7 +16,7 @@ from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import leaks
-from flatshift.finetune.evaluate.leaks import refuse_leaks, rows_apart
+from flatshift.finetune.evaluate.leaks import check_packing_isolation, rows_apart
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import Completion, LanguageModel
@@ -61,7 +61,9 @@ def absent(*args, **how):
 @pytest.fixture
 def on_cuda(monkeypatch):
     """The CPU taken for a capable CUDA device."""
-    monkeypatch.setattr(leaks, "unusable", lambda engine, train, device: attention._unsuited(engine, train))
+    monkeypatch.setattr(
+        leaks, "flash_attention_problem", lambda engine, train, device: attention._unsuited(engine, train)
+    )
 
 
 def engine_of(kind="llama", **overrides):
@@ -131,7 +133,7 @@ def test_a_kernel_that_leaks_or_fails_is_not_taken(on_cuda):
     with pytest.raises(UserError, match="see each other"):
         attention.register(leaking)
         engine.peft.get_base_model().set_attn_implementation(NAME)
-        refuse_leaks(engine.judged, starts=True)
+        check_packing_isolation(engine.judged, starts=True)
 
 
 @pytest.mark.parametrize(

@@ -7,44 +7,47 @@ import torch
 
 from flatshift.experiments.workflows import doctor as doctor_module
 from flatshift.finetune.compute import presence
-from flatshift.finetune.compute.presence import Presence, absence, missing, resolve_device
+from flatshift.finetune.compute.presence import CudaStatus, absence, missing, resolve_device
 from flatshift.finetune.errors import UserError
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.transport import sinkhorn_potentials
 
 CASES = {
     "cpu build, no driver": (
-        Presence("2.13.0+cpu", None, False, None, 0),
+        CudaStatus("2.13.0+cpu", None, False, None, 0),
         "torch 2.13.0+cpu is a build without CUDA, and no NVIDIA driver is here; take train.device: cpu",
     ),
     "cpu build, driver": (
-        Presence("2.13.0+cpu", None, True, None, 0),
+        CudaStatus("2.13.0+cpu", None, True, None, 0),
         "torch 2.13.0+cpu is a build without CUDA, though an NVIDIA driver is here; pip install --force-reinstall "
         "'torch==2.13.0' without the index of CPU builds or take train.device: cpu",
     ),
     "no driver": (
-        Presence("2.13.0", "CUDA 13.0", False, "", 0, "Found no NVIDIA driver on your system"),
+        CudaStatus("2.13.0", "CUDA 13.0", False, "", 0, "Found no NVIDIA driver on your system"),
         "torch 2.13.0 is built for CUDA 13.0, but no NVIDIA driver is here; install one or take train.device: cpu",
     ),
     "hidden": (
-        Presence("2.13.0", "CUDA 13.0", True, "", 0, "No CUDA GPUs are available"),
+        CudaStatus("2.13.0", "CUDA 13.0", True, "", 0, "No CUDA GPUs are available"),
         "CUDA_VISIBLE_DEVICES='' hides every CUDA device; unset CUDA_VISIBLE_DEVICES, or name one in it or take "
         "train.device: cpu",
     ),
     "hidden by a negative number": (
-        Presence("2.13.0", "CUDA 13.0", True, "-1,0", 0),
+        CudaStatus("2.13.0", "CUDA 13.0", True, "-1,0", 0),
         "CUDA_VISIBLE_DEVICES='-1,0' hides every CUDA device; unset",
     ),
     "old driver": (
-        Presence("2.13.0", "CUDA 13.0", True, None, 0, "The NVIDIA driver on your system is too old (found 11040)."),
+        CudaStatus("2.13.0", "CUDA 13.0", True, None, 0, "The NVIDIA driver on your system is too old (found 11040)."),
         "torch 2.13.0 is built for CUDA 13.0 and sees no device though a driver is here (The NVIDIA driver on your "
         "system is too old (found 11040).); look at `nvidia-smi`",
     ),
     "a device that is named and not there": (
-        Presence("2.13.0", "CUDA 13.0", True, "7", 0, "No CUDA GPUs are available"),
+        CudaStatus("2.13.0", "CUDA 13.0", True, "7", 0, "No CUDA GPUs are available"),
         "sees no device though a driver is here, CUDA_VISIBLE_DEVICES=7 (No CUDA GPUs are available)",
     ),
-    "ROCm without a device": (Presence("2.13.0", "ROCm 6.4", False, None, 0), "built for ROCm 6.4 and sees no device"),
+    "ROCm without a device": (
+        CudaStatus("2.13.0", "ROCm 6.4", False, None, 0),
+        "built for ROCm 6.4 and sees no device",
+    ),
 }
 
 
@@ -56,11 +59,11 @@ def test_every_reason_has_its_sentence(case):
 
 
 def test_a_number_too_high_names_those_that_are_there():
-    assert missing("cuda:3", Presence("2.13.0", "CUDA 13.0", True, None, 1)) == (
+    assert missing("cuda:3", CudaStatus("2.13.0", "CUDA 13.0", True, None, 1)) == (
         "cuda:3 is not there, cuda:0 is; take one that is, or cpu"
     )
-    assert "cuda:0 to cuda:1 are" in missing("cuda:3", Presence("2.13.0", "CUDA 13.0", True, None, 2))
-    assert absence(Presence("2.13.0", "CUDA 13.0", True, None, 1)) is None
+    assert "cuda:0 to cuda:1 are" in missing("cuda:3", CudaStatus("2.13.0", "CUDA 13.0", True, None, 2))
+    assert absence(CudaStatus("2.13.0", "CUDA 13.0", True, None, 1)) is None
 
 
 def test_a_run_and_a_selection_say_it(monkeypatch):
@@ -94,7 +97,7 @@ def test_doctor_says_the_same(monkeypatch, case, group):
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
     found, _ = CASES[case]
-    monkeypatch.setattr(presence, "look", lambda: found)
+    monkeypatch.setattr(presence, "probe_cuda", lambda: found)
     groups: dict[str, list[dict[str, str]]] = {"problems": [], "notes": []}
     doctor_module.devices(groups["problems"], groups["notes"])
     reason = absence(found)

@@ -11,7 +11,7 @@ import pytest
 
 from flatshift.api import _resolved
 from flatshift.cli import run
-from flatshift.experiments.data.sources import batches_ahead, in_steps
+from flatshift.experiments.data.sources import batches_ahead, epochs_to_steps
 from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
 from flatshift.experiments.recipe.config import Recipe
@@ -78,7 +78,7 @@ def recipe_of(tmp_path, *, pack, rows=23, **train):
 def test_updates_are_the_fewest_that_give_every_row_its_turns(tmp_path, epochs, rows):
     resolved = recipe_of(tmp_path, pack=False, rows=rows, epochs=epochs)
     train = prepare(resolved.recipe).train
-    found = in_steps(resolved, train, seed=1)
+    found = epochs_to_steps(resolved, train, seed=1)
     batches = batches_ahead(resolved.recipe, train, None, seed=1)
     seen: Counter[int] = Counter()
     for step in count(1):
@@ -95,7 +95,7 @@ def test_packed_rows_are_counted_as_rows(tmp_path):
     resolved = recipe_of(tmp_path, pack=True, epochs=2)
     train = prepare(resolved.recipe).train
     rows = len(batches_ahead(resolved.recipe, train, None, seed=1).epoch(0))
-    found = in_steps(resolved, train, seed=1)
+    found = epochs_to_steps(resolved, train, seed=1)
     assert rows < len(train) == 23
     assert found.recipe.train.steps == -(-2 * rows // 4)
     assert found.origins["train.steps"] == f"train.epochs 2 of {rows} packed rows"
@@ -103,10 +103,10 @@ def test_packed_rows_are_counted_as_rows(tmp_path):
 
 def test_without_epochs_nothing_changes_and_too_many_are_refused(tmp_path):
     plain = recipe_of(tmp_path, pack=False, steps=5)
-    assert in_steps(plain, [], seed=0) is plain
+    assert epochs_to_steps(plain, [], seed=0) is plain
     many = recipe_of(tmp_path, pack=False, epochs=1e12)
     with pytest.raises(UserError, match="updates, above the 1,000,000,000"):
-        in_steps(many, prepare(many.recipe).train, seed=0)
+        epochs_to_steps(many, prepare(many.recipe).train, seed=0)
 
 
 def test_plan_takes_the_tokens_that_are_told_before_epochs():

@@ -15,7 +15,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows import evaluate, sharpness
 from flatshift.finetune.data.files import describe
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from tests.data_models import write_jsonl
 from tests.objective_models import numbered_rows, save_encoder
 
@@ -64,10 +64,10 @@ def judged(monkeypatch, tmp_path):
             told.examples, told.names = examples, label_names
             return {}
 
-        monkeypatch.setattr(evaluate, "lay_out", lambda *_, **__: (None, None))
-        monkeypatch.setattr(evaluate, "judge", judge)
+        monkeypatch.setattr(evaluate, "load_model", lambda *_, **__: (None, None))
+        monkeypatch.setattr(evaluate, "evaluate_split", judge)
         console = Console(quiet=True, log=told.said.append)
-        evaluate._evaluated(tmp_path, recipe, files, console, World.alone("cpu"))
+        evaluate._evaluated(tmp_path, recipe, files, console, ProcessMesh.alone("cpu"))
         return told
 
     return of
@@ -161,7 +161,7 @@ def test_sharpness_on_other_rows_reads_no_training_file_either(folder, encoder, 
         assert names == trained.label_names
         raise InterruptedError
 
-    monkeypatch.setattr(sharpness, "lay_out", lay_out)
+    monkeypatch.setattr(sharpness, "load_model", lay_out)
     (folder / "adapter").mkdir()
     text = (folder / "recipe.yaml").read_text(encoding="utf-8").replace("task: regress", "task: classify")
     (folder / "recipe.resolved.yaml").write_text(text, encoding="utf-8")

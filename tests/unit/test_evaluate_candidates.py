@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatshift.experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import candidates
 from flatshift.finetune.evaluate.candidates import cut, score
@@ -16,7 +16,7 @@ from flatshift.finetune.models.backbone import open_backbone
 from tests.data_models import byte_tokenizer, row, tiny_model
 
 TOKENIZER = byte_tokenizer()
-HOW = Inference(batch_size=3, pad_id=TOKENIZER.pad_token_id)
+HOW = EvalBatching(batch_size=3, pad_id=TOKENIZER.pad_token_id)
 SHOTS = "worked example one. worked example two. "
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flatshift.finetune.config import Evaluate
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import ranking
 from flatshift.finetune.evaluate.answers import generate_answers
@@ -44,7 +44,7 @@ def test_perplexity_is_the_sum_over_documents(kind, task):
     examples = encoded(task).examples
     nats = np.array([by_hand(model, example) for example in examples])
     tokens = sum(label != -100 for example in examples for label in example.labels)
-    ours, counted = document_nats(model, examples, Inference(7, 0), task=task)
+    ours, counted = document_nats(model, examples, EvalBatching(7, 0), task=task)
     np.testing.assert_allclose(ours, nats, rtol=1e-5)
     assert counted.sum() == tokens
     figures = evaluate(model, TOKENIZER, examples, task=task, config=CONFIG)
@@ -71,7 +71,7 @@ def test_ranking_scores_whole_completions(kind):
     model = tiny_model(kind, len(TOKENIZER))
     task = Completion(prompt="{text} is", completion=" {label}", score="rank")
     coded = encoded(task, count=9)
-    scores = rank_choices(model, coded.examples, Inference(4, 0), task=task)
+    scores = rank_choices(model, coded.examples, EvalBatching(4, 0), task=task)
     for example, ours in zip(coded.examples, scores, strict=True):
         prompt = example.input_ids[: example.labels.count(-100)]
         for choice, score in zip(example.choices, ours, strict=True):
@@ -90,13 +90,13 @@ def test_ranking_scores_whole_completions(kind):
 def test_a_model_whose_cache_cannot_be_shared_is_scored_row_by_row(monkeypatch):
     model = tiny_model("llama", len(TOKENIZER))
     examples = encoded(Completion(score="rank"), count=6).examples
-    shared = rank_choices(model, examples, Inference(4, 0), task=Completion())
+    shared = rank_choices(model, examples, EvalBatching(4, 0), task=Completion())
 
     def wrong(*arguments):
         return np.zeros((2, 3))
 
     monkeypatch.setattr(ranking, "_shared", wrong)
-    apart = rank_choices(model, examples, Inference(4, 0), task=Completion())
+    apart = rank_choices(model, examples, EvalBatching(4, 0), task=Completion())
     np.testing.assert_allclose(apart, shared, atol=1e-4)
     assert np.abs(apart).min() > 0
 
@@ -106,7 +106,7 @@ def test_generation_continues_each_prompt_as_it_would_alone():
     for kind in ("llama", "gpt2"):
         model = tiny_model(kind, len(TOKENIZER))
         examples = encoded(task, count=9).examples
-        ours = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=4), max_new_tokens=6)
+        ours = generate_answers(model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=4), max_new_tokens=6)
         for example, answer in zip(examples, ours, strict=True):
             ids = example.input_ids[: example.labels.count(-100)]
             said: list[int] = []
@@ -129,7 +129,7 @@ def test_exact_match_compares_the_whole_stripped_answer(monkeypatch):
     with pytest.raises(UserError, match=r"do not fit the backbone's 40 positions"):
         long = encode(text_rows(3, words=(15, 16)), task=task, tokenizer=TOKENIZER, max_length=64).examples
         small = tiny_model("llama", len(TOKENIZER), max_position_embeddings=40)
-        generate_answers(small, TOKENIZER, long, Inference.of(TOKENIZER, batch_size=2), max_new_tokens=30)
+        generate_answers(small, TOKENIZER, long, EvalBatching.of(TOKENIZER, batch_size=2), max_new_tokens=30)
 
 
 @pytest.mark.parametrize(("kind", "tokenizer"), [("llama-classes", TOKENIZER), ("bert-classes", bert_tokenizer())])
@@ -164,8 +164,8 @@ def test_evaluation_leaves_no_trace():
 def test_autocast_changes_little():
     model = tiny_model("llama", len(TOKENIZER))
     examples = encoded(LanguageModel()).examples
-    exact, _ = document_nats(model, examples, Inference(8, 0), task=LanguageModel())
-    coarse, _ = document_nats(model, examples, Inference(8, 0, autocast_dtype=torch.bfloat16), task=LanguageModel())
+    exact, _ = document_nats(model, examples, EvalBatching(8, 0), task=LanguageModel())
+    coarse, _ = document_nats(model, examples, EvalBatching(8, 0, autocast_dtype=torch.bfloat16), task=LanguageModel())
     assert not np.array_equal(exact, coarse)
     np.testing.assert_allclose(coarse, exact, rtol=2e-2)
 

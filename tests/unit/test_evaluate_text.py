@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import text
 from flatshift.finetune.evaluate.bootstrap import group_interval
@@ -58,7 +58,7 @@ def test_windows_score_as_a_naive_reading_does():
     model = tiny_model("llama", len(TOKENIZER))
     texts = ["short", "a longer text of some twenty words, " * 3]
     found = score_texts(
-        model, TOKENIZER, texts, Inference.of(TOKENIZER, batch_size=3), task=LanguageModel(), window=24, overlap=8
+        model, TOKENIZER, texts, EvalBatching.of(TOKENIZER, batch_size=3), task=LanguageModel(), window=24, overlap=8
     )
     for place, one in enumerate(texts):
         ids = [*text.beginning(TOKENIZER), *TOKENIZER(one, add_special_tokens=False)["input_ids"]]
@@ -76,7 +76,7 @@ def test_windows_score_as_a_naive_reading_does():
 
 def test_an_overlap_that_leaves_nothing_and_a_text_without_tokens():
     model = tiny_model("llama", len(TOKENIZER))
-    how = {"inference": Inference(2, 0), "task": LanguageModel()}
+    how = {"inference": EvalBatching(2, 0), "task": LanguageModel()}
     with pytest.raises(UserError, match="--overlap: 8 is not from 1 to 7"):
         score_texts(model, TOKENIZER, ["a"], window=8, overlap=8, **how)
     with pytest.raises(UserError, match="here:2: the text is empty"):

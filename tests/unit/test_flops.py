@@ -17,7 +17,7 @@ from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activat
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.finetune.train import throughput
-from flatshift.finetune.train.throughput import EVERY, Meter
+from flatshift.finetune.train.throughput import EVERY, ThroughputMeter
 from tests.finetune_models import Micro, RandomBatches, save_backbone
 
 LM = LanguageModel()
@@ -74,7 +74,7 @@ def test_the_count_is_that_of_a_real_step(kind, how, tmp_path):
     first, other = micro_of(3, 24, task=task), micro_of(2, 40, task=task, seed=1)
     head = engine.find_head(first.inputs, task=task)
     assert (head is None) == isinstance(task, Classify)
-    meter = Meter(engine, peak_tflops=None)
+    meter = ThroughputMeter(engine, peak_tflops=None)
     counted = work(engine, first, task=task, head=head, meter=meter)
     cost = meter._cost
 
@@ -97,7 +97,7 @@ def test_frozen_weights_cost_four_and_not_six(tmp_path):
     engine = engine_of("llama", tmp_path)
     micro = micro_of(3, 24)
     head = engine.find_head(micro.inputs, task=LM)
-    meter = Meter(engine, peak_tflops=None)
+    meter = ThroughputMeter(engine, peak_tflops=None)
     work(engine, micro, task=LM, head=head, meter=meter)
     wide, narrow, rank = 32, 48, 4
     layers = [(wide, wide), (wide, 16), (wide, 16), (wide, wide), (wide, narrow), (wide, narrow), (narrow, wide)]
@@ -115,7 +115,7 @@ def test_rates_are_counts_over_time(tmp_path):
     padded = Micro({**micro.inputs, "attention_mask": mask}, micro.labels, micro.supervised, 3)
     head = engine.find_head(micro.inputs, task=LM)
     peak = 1e-3
-    meter = Meter(engine, peak_tflops=peak)
+    meter = ThroughputMeter(engine, peak_tflops=peak)
     work(engine, padded, task=LM, head=head, meter=meter)
     assert meter.updated(100.0).read() == {}  # the first, which is not like the others
     for index in range(EVERY):
@@ -143,7 +143,7 @@ def test_no_share_of_the_peak_is_above_one(tmp_path):
     """What was done can be done: a peak that was measured too low is raised by it."""
     engine = engine_of("llama", tmp_path)
     micro = micro_of(3, 24)
-    meter = Meter(engine, peak_tflops=1e-12)
+    meter = ThroughputMeter(engine, peak_tflops=1e-12)
     work(engine, micro, task=LM, head=None, meter=meter)
     meter.updated(1.0)
     for _ in range(EVERY):
@@ -164,7 +164,7 @@ def one_step(engine, micro, meter):
 def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
     """Routers of Llama 4 are linear layers that give scores and logits."""
     engine = engine_of("llama4", tmp_path, targets=("q_proj", "v_proj"))
-    meter = Meter(engine, peak_tflops=None)
+    meter = ThroughputMeter(engine, peak_tflops=None)
     one_step(engine, micro_of(2, 8), meter)
     assert meter._cost is not None and meter._cost.token > 0
 
@@ -172,7 +172,7 @@ def test_a_layer_that_gives_a_tuple_is_counted(tmp_path):
 def test_a_meter_ends_no_run(tmp_path, monkeypatch):
     engine, micro = engine_of("llama", tmp_path), micro_of(2, 8)
     monkeypatch.setattr("flatshift.finetune.train.throughput._made", lambda output: SimpleNamespace(shape=()))
-    meter = Meter(engine, peak_tflops=1.0)
+    meter = ThroughputMeter(engine, peak_tflops=1.0)
     for _ in range(EVERY + 1):
         one_step(engine, micro, meter)
     assert meter._cost is None and set(meter.whole()) == {"tokens_s"}

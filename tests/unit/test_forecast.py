@@ -12,7 +12,7 @@ import pytest
 from flatshift.api import draw
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
-from flatshift.experiments.statistics.kernel import carried_on, kernel_fits, soonest
+from flatshift.experiments.statistics.kernel import extrapolate, kernel_fits, soonest
 from flatshift.experiments.workflows.forecast import forecast_into
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError
@@ -48,9 +48,9 @@ def test_a_learning_curve_is_carried_on_by_its_power_law():
     wanted = 2.0 * (900**-0.5 - 400**-0.5)
     inside = 0
     for _ in range(200):
-        found = carried_on(rows, curve + 0.004 * generator.standard_normal((5, 5)), 500)
+        found = extrapolate(rows, curve + 0.004 * generator.standard_normal((5, 5)), 500)
         inside += found.low <= wanted + 0.004 * np.diff(generator.standard_normal(2))[0] <= found.high
-    assert carried_on(rows, curve + np.zeros((5, 1)), 500).value == pytest.approx(wanted, rel=0.02)
+    assert extrapolate(rows, curve + np.zeros((5, 1)), 500).value == pytest.approx(wanted, rel=0.02)
     assert 0.65 < inside / 200 < 0.95
 
 

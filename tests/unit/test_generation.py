@@ -13,11 +13,11 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.encoding import IGNORE, encode, end_token
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference, Share
+from flatshift.finetune.data.inference import DataShard, EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers, prompt_of
 from flatshift.finetune.evaluate.generation import Decoding, _drawing, continue_prompts
-from flatshift.finetune.evaluate.generation import written as run_prompts
+from flatshift.finetune.evaluate.generation import generate_batches as run_prompts
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from flatshift.regularizers.layers.fused import fusible
@@ -32,7 +32,7 @@ PROMPTS = [[BOS, *TOKENIZER(text)["input_ids"]] for text in ("the cat", "a", "go
 
 def written(model, how=None, *, prompts=PROMPTS, batch_size=16, end=EOS, **more):
     found = dict(
-        continue_prompts(model, prompts, how or Decoding(max_new_tokens=8), Inference(batch_size, PAD), end=end)
+        continue_prompts(model, prompts, how or Decoding(max_new_tokens=8), EvalBatching(batch_size, PAD), end=end)
     )
     return [found[i] for i in range(len(prompts))]
 
@@ -139,7 +139,7 @@ def test_soft_tokens_take_positions():
         written(model, Decoding(max_new_tokens=8), prompts=prompt)
     judged = [Example([*prompt[0], 7], [*[IGNORE] * len(prompt[0]), 7], "0", "rows.jsonl:1", answer="x")]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: .* positions beside 1 soft token; lower train\.max_length"):
-        generate_answers(model, TOKENIZER, judged, Inference.of(TOKENIZER, batch_size=1), max_new_tokens=8)
+        generate_answers(model, TOKENIZER, judged, EvalBatching.of(TOKENIZER, batch_size=1), max_new_tokens=8)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -172,8 +172,8 @@ def test_every_process_goes_through_the_same_batches_behind_soft_tokens():
     config = GenerationConfig(max_new_tokens=1, pad_token_id=PAD)
     for index, seen in enumerate(shapes):
         model.generate = lambda seen=seen, **more: (seen.append(more["attention_mask"].shape), more["input_ids"])[1]
-        share = Share(index=index, width=2)
-        rows = [p for p, _ in run_prompts(model, [*PROMPTS, PROMPTS[0]], config, Inference(4, PAD, share=share))]
+        share = DataShard(index=index, width=2)
+        rows = [p for p, _ in run_prompts(model, [*PROMPTS, PROMPTS[0]], config, EvalBatching(4, PAD, share=share))]
         assert sorted(i for places in rows for i in places) == ([0, 1, 2, 3], [4])[index]
     assert [shape[1] for shape in shapes[0]] == [shape[1] for shape in shapes[1]]
 
@@ -202,7 +202,7 @@ def test_it_writes_what_evaluation_judges():
     task = Completion(prompt="{text}:", completion=" {label}", score="generate", max_new_tokens=6)
     examples = encode(text_rows(6), task=task, tokenizer=TOKENIZER, max_length=64).examples
     model = tiny_model("llama", len(TOKENIZER))
-    judged = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=4), max_new_tokens=6)
+    judged = generate_answers(model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=4), max_new_tokens=6)
     ours = written(model, Decoding(max_new_tokens=6), prompts=[prompt_of(e) for e in examples])
     assert [TOKENIZER.decode(a.ids, skip_special_tokens=True).strip() for a in ours] == judged
 
@@ -218,11 +218,11 @@ def test_an_encoder_decoder_begins_with_its_start_token(tmp_path):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     rows = text_rows(5)
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=64, decoder_start=2).examples
-    judged = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=5), max_new_tokens=6)
+    judged = generate_answers(model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=5), max_new_tokens=6)
     prompts = [question.ids for question in task.ask(rows, TOKENIZER)[0]]
     assert prompts == [example.input_ids for example in examples]
     how = Decoding(max_new_tokens=6)
-    found = dict(continue_prompts(model, prompts, how, Inference(2, PAD), end=EOS, decoder_start=2))
+    found = dict(continue_prompts(model, prompts, how, EvalBatching(2, PAD), end=EOS, decoder_start=2))
     assert [TOKENIZER.decode(found[i].ids, skip_special_tokens=True).strip() for i in range(5)] == judged
 
 

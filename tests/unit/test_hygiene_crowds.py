@@ -19,7 +19,7 @@ from flatshift.selection.hygiene import (
     external_sort,
     store,
 )
-from flatshift.selection.hygiene.crowds import Crowds, Groups, leaders
+from flatshift.selection.hygiene.crowds import DuplicateClusters, Groups, leaders
 from flatshift.selection.hygiene.external_sort import sort_keys
 from flatshift.selection.hygiene.store import Growing
 
@@ -91,7 +91,7 @@ def test_crowds_are_those_of_a_dictionary(kinds: int, held: int, block: int) -> 
     for key, row in zip(keys.tolist(), rows.tolist(), strict=True):
         naive.setdefault(key, []).append(row)
     expected = [naive[key] for key in sorted(naive) if len(naive[key]) > 1]
-    found = Crowds(keyed(keys, rows, 64), held * ROW)
+    found = DuplicateClusters(keyed(keys, rows, 64), held * ROW)
     assert found.rows.tolist() == [row for crowd in expected for row in crowd]
     assert found.number.tolist() == [number for number, crowd in enumerate(expected) for _ in crowd]
 
@@ -111,7 +111,7 @@ def test_pairs_join_what_is_similar_and_those_left_out_are_counted(
         groups.join(np.array([0, 7]), np.array([60, 100]))
         label = list(range(len(kind)))
         label[60], label[100] = 0, 7
-        found = Crowds(keyed(keys, np.arange(len(kind)), 50), held * ROW)
+        found = DuplicateClusters(keyed(keys, np.arange(len(kind)), 50), held * ROW)
         for one, other in found.pairs(groups):
             assert (groups.of(one) != groups.of(other)).all()
             compared |= set(zip(other.tolist(), one.tolist(), strict=True))

@@ -13,7 +13,7 @@ from flatshift.finetune.compute import attention
 from flatshift.finetune.compute.attention import BLOCK, attend, blocked
 from flatshift.finetune.compute.numerics import bf16_instructions
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.evaluate.perplexity import document_nats
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import LanguageModel
@@ -56,8 +56,8 @@ def test_documents_are_judged_by_blocks_and_others_as_before(tmp_path: Path, mon
         return attend(*of, scale=scale)
 
     monkeypatch.setattr(attention, "attend", counted)
-    task, narrow = LanguageModel(), Inference(2, 0, autocast_dtype=torch.bfloat16)
-    plain, tokens = document_nats(model, examples, Inference(2, 0), task=task, masked=False)
+    task, narrow = LanguageModel(), EvalBatching(2, 0, autocast_dtype=torch.bfloat16)
+    plain, tokens = document_nats(model, examples, EvalBatching(2, 0), task=task, masked=False)
     assert not calls, "float32 keeps torch's own kernel"
     ours, again = document_nats(model, examples, narrow, task=task, masked=False)
     assert {70, 33} <= set(calls) and model.config._attn_implementation == "sdpa"
@@ -79,7 +79,7 @@ def test_no_more_tokens_are_judged_at_once_than_suit_a_cpu(tmp_path: Path) -> No
     seen: list[torch.Size] = []
     model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True)
     how = {"task": LanguageModel(), "masked": False}
-    nats, _ = document_nats(model, examples, Inference(50, 0), **how)
+    nats, _ = document_nats(model, examples, EvalBatching(50, 0), **how)
     assert max(rows * tokens for rows, tokens in seen) <= 2048 and len(seen) <= 7
-    alone, _ = document_nats(model, examples, Inference(1, 0), **how)
+    alone, _ = document_nats(model, examples, EvalBatching(1, 0), **how)
     np.testing.assert_allclose(nats, alone, rtol=1e-5)

@@ -17,7 +17,7 @@ from flatshift.finetune import lock
 from flatshift.finetune.atomic import new_directory, replacing_directory, sweep_leftovers
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch.consistency import dated_directory
-from flatshift.finetune.lock import owned, scratch
+from flatshift.finetune.lock import exclusive_lock, temporary_directory
 from flatshift.finetune.run_directory import RunDirectory, new_output, refuse_nonempty
 from tests.kill_points import kill_points
 from tests.patience import HANG_S
@@ -35,7 +35,7 @@ def other_owner(path: Path) -> subprocess.Popen[str]:
 
 
 def refused(path: Path, words: str) -> None:
-    with pytest.raises(UserError, match=words) as caught, owned(path):
+    with pytest.raises(UserError, match=words) as caught, exclusive_lock(path):
         raise AssertionError("two owners")
     assert len(str(caught.value)) <= 300 + len(str(path)) and "\n" not in str(caught.value)
 
@@ -50,12 +50,12 @@ def test_a_second_command_is_told_who_is_at_work_and_a_killed_one_holds_nothing(
         refused(link, rf"process {holder.pid}\b")
         refused(tmp_path / "deep" / ".." / "deep" / "out", rf"process {holder.pid}\b")
         refuse_nonempty(path)
-        with owned(tmp_path / "deep" / "other"):
+        with exclusive_lock(tmp_path / "deep" / "other"):
             pass
         holder.send_signal(signal.SIGKILL)
         holder.wait(HANG_S)
         assert [entry.name for entry in path.parent.iterdir()] == [".out.lock"]
-        with owned(path):
+        with exclusive_lock(path):
             path.mkdir()
         assert [entry.name for entry in path.parent.iterdir()] == ["out"], "nor does it leave anything"
     finally:
@@ -64,7 +64,7 @@ def test_a_second_command_is_told_who_is_at_work_and_a_killed_one_holds_nothing(
 
 def test_nothing_is_left_where_nothing_was_made(tmp_path: Path) -> None:
     for path in (tmp_path / "a" / "b" / "out", tmp_path / "a" / "file.jsonl"):
-        with pytest.raises(UserError), owned(path):
+        with pytest.raises(UserError), exclusive_lock(path):
             raise UserError("bad input")
     assert not list(tmp_path.iterdir())
 
@@ -79,7 +79,7 @@ def test_one_owner_at_a_time_however_many_ask(tmp_path: Path) -> None:
             try:
                 for _ in range(60):
                     try:
-                        with owned(tmp_path / "out"):
+                        with exclusive_lock(tmp_path / "out"):
                             os.close(os.open(tmp_path / "alone", os.O_CREAT | os.O_EXCL))
                             (tmp_path / "alone").unlink()
                             got += 1
@@ -135,7 +135,7 @@ def test_a_place_that_cannot_be_written_is_refused_in_a_sentence(
 
     with monkeypatch.context() as vanishing:
         vanishing.setattr(lock, "make_directory", lambda path: [])
-        with pytest.raises(FileNotFoundError), owned(tmp_path / "never" / "out"):
+        with pytest.raises(FileNotFoundError), exclusive_lock(tmp_path / "never" / "out"):
             raise AssertionError
     monkeypatch.setattr(lock.os, "open", read_only)
     refused(tmp_path / "out", r"cannot be written \(.*\.out\.lock: Read-only file system\)")
@@ -146,7 +146,7 @@ def test_a_directory_in_surroundings_that_cannot_be_written_holds_its_lock_itsel
 ) -> None:
     monkeypatch.setattr(lock.os, "access", lambda path, mode: path != tmp_path)
     (tmp_path / "out").mkdir()
-    with owned(tmp_path / "out"):
+    with exclusive_lock(tmp_path / "out"):
         assert [entry.name for entry in (tmp_path / "out").iterdir()] == [".lock"]
         refused(tmp_path / "out", f"process {os.getpid()}")
     assert not list((tmp_path / "out").iterdir())
@@ -162,12 +162,12 @@ def test_a_file_system_without_locks_is_said_and_worked_on(
     monkeypatch.setattr(lock.fcntl, "flock", none)
     monkeypatch.setattr(lock, "_said", set())
     (tmp_path / ".out.12345678.tmp").mkdir()
-    with owned(tmp_path / "out"), owned(tmp_path / "out"):
+    with exclusive_lock(tmp_path / "out"), exclusive_lock(tmp_path / "out"):
         assert (tmp_path / ".out.12345678.tmp").is_dir(), "it may be of another command, at work"
     warned = capsys.readouterr().err
     assert warned.count("keeps no locks: nothing stops a second command on out") == 1 == warned.count("\n")
     monkeypatch.setattr(lock.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
-    with scratch("flatshift-test-") as first, scratch("flatshift-test-"):
+    with temporary_directory("flatshift-test-") as first, temporary_directory("flatshift-test-"):
         assert first.is_dir(), "whether it is abandoned cannot be known"
     assert not (tmp_path / "temporary").exists()
 
@@ -208,7 +208,7 @@ def test_leftovers_of_a_killed_command_go_with_the_next_one_on_its_path(tmp_path
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     (tmp_path / "out").mkdir()
-    with owned(tmp_path / "out"):
+    with exclusive_lock(tmp_path / "out"):
         pass
     assert {entry.name for entry in tmp_path.iterdir()} == {"out", ".other.12345678.tmp", ".out.x.12345678.tmp"}
 
@@ -249,13 +249,13 @@ def test_scratch_directories_of_killed_processes_go_and_those_at_work_stay(
         assert holder.stdout is not None
         theirs = Path(holder.stdout.readline().strip())
         monkeypatch.setattr(lock.tempfile, "gettempdir", lambda: str(tmp_path))
-        with scratch("flatshift-test-") as mine:
+        with temporary_directory("flatshift-test-") as mine:
             assert theirs.is_dir() and mine.is_dir() and mine != theirs
         assert theirs.is_dir() and not mine.exists()
         holder.kill()
         holder.wait(HANG_S)
         (tmp_path / "flatshift-test-file").touch()
-        with scratch("flatshift-test-"):
+        with temporary_directory("flatshift-test-"):
             assert not theirs.exists()
         assert [entry.name for entry in tmp_path.iterdir()] == ["flatshift-test-file"]
     finally:
@@ -292,7 +292,7 @@ def test_a_lock_is_asked_for_a_moment_longer(tmp_path: Path) -> None:
         time.sleep(0.05)
         os._exit(0)  # the last to have the file open
     os.close(fd)
-    with owned(tmp_path / "out"):
+    with exclusive_lock(tmp_path / "out"):
         pass
     assert os.waitpid(child, 0)[1] == 0
 
@@ -300,6 +300,6 @@ def test_a_lock_is_asked_for_a_moment_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("left", [b"", b"flat", b"\0" * 12, b"flatshift \0\0\0"])
 def test_what_a_kill_or_a_power_cut_left_of_a_lock_is_nobodys(tmp_path, left):
     (tmp_path / ".out.lock").write_bytes(left)
-    with owned(tmp_path / "out"):
+    with exclusive_lock(tmp_path / "out"):
         assert (tmp_path / ".out.lock").read_bytes().startswith(b"flatshift ")
     assert not (tmp_path / ".out.lock").exists()

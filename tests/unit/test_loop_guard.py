@@ -18,7 +18,7 @@ from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.checkpointer import steps as saved_steps
-from flatshift.finetune.train.data_order import batch_index, leave_out, spike_limit, way_back
+from flatshift.finetune.train.data_order import batch_index, merge_skipped_ranges, rollback_step, spike_limit
 from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
 from flatshift.finetune.train.schedule import learning_rate
 from flatshift.regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
@@ -268,15 +268,15 @@ def test_resumed_around_a_spike(stop_at, regularizer, source, tmp_path):
 
 def test_a_kill_between_going_back_and_the_new_checkpoint_costs_time_only(source, tmp_path, monkeypatch):
     whole, _ = fit(engine_of(source, jump={9}), tmp_path / "whole", spikes=SPIKES)
-    from flatshift.finetune.train.checkpointer import Keeper
+    from flatshift.finetune.train.checkpointer import Checkpointer
 
-    take = Keeper._take
+    take = Checkpointer._take
 
     def killed(self, found):
         take(self, found)
         raise SystemExit(9)
 
-    monkeypatch.setattr(Keeper, "_take", killed)
+    monkeypatch.setattr(Checkpointer, "_take", killed)
     with pytest.raises(SystemExit):
         fit(engine_of(source, jump={9}), tmp_path / "run", spikes=SPIKES)
     monkeypatch.undo()
@@ -308,7 +308,7 @@ def test_enough_is_enough_and_no_numbers_are_spikes_too(source, tmp_path):
 def test_batch_index_is_the_stepth_that_is_left():
     left_out: list[list[int]] = []
     for first, stop in [(6, 10), (12, 13), (8, 14), (3, 5), (14, 15)]:
-        left_out = leave_out(left_out, first, stop)
+        left_out = merge_skipped_ranges(left_out, first, stop)
         gone = {i for low, high in left_out for i in range(low, high)}
         rest = [i for i in range(60) if i not in gone]
         assert [batch_index(step, left_out) for step in range(30)] == rest[:30]
@@ -326,7 +326,7 @@ def test_the_limit_is_robust():
 
 def test_the_way_back_depends_on_regular_checkpoints_only():
     spikes = Spikes(back=5)
-    assert [way_back(step, spikes, 4) for step in (0, 8, 9, 12, 13, 17)] == [0, 0, 4, 4, 8, 12]
+    assert [rollback_step(step, spikes, 4) for step in (0, 8, 9, 12, 13, 17)] == [0, 0, 4, 4, 8, 12]
 
 
 def test_spikes_need_checkpoints():

@@ -11,7 +11,7 @@ import pytest
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.digests import DONE, FILES, sums
 from flatshift.finetune.errors import Interrupted, UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import (
     RunDirectory,
     disk_full_interrupts,
@@ -119,7 +119,7 @@ def test_nothing_is_cut_of_a_finished_run(tmp_path):
 
 def test_a_run_that_was_killed_while_it_was_made_can_be_made_again(tmp_path):
     def make(path):
-        with owned(path):
+        with exclusive_lock(path):
             RunDirectory.create(path, recipe_yaml="a: 1\n", manifest={"inputs": []}, texts={"template.jinja": "x"})
 
     for path in kill_points(make, tmp_path):

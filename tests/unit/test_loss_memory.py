@@ -15,7 +15,7 @@ from flatshift.finetune.compute.loss import batch_loss, find_head, head_probe
 from flatshift.finetune.compute.numerics import evaluating
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.evaluate import perplexity
 from flatshift.finetune.evaluate.perplexity import document_nats
 from flatshift.finetune.models.load import load_backbone
@@ -116,9 +116,9 @@ def test_evaluation_holds_one_slice_and_gives_the_same_figures(model, monkeypatc
     examples = [Example(row, [IGNORED, *row[1:]], str(i), f"f:{i}") for i, row in enumerate(ids)]
     with evaluating(model):
         with Largest() as watching:
-            nats, tokens = document_nats(model, examples, Inference(ROWS, 0), task=LM)
+            nats, tokens = document_nats(model, examples, EvalBatching(ROWS, 0), task=LM)
         monkeypatch.setattr(perplexity, "find_head", lambda *args, **how: None)
         with Largest() as seeing:
-            wanted, same = document_nats(model, examples, Inference(ROWS, 0), task=LM)
+            wanted, same = document_nats(model, examples, EvalBatching(ROWS, 0), task=LM)
     assert watching.elements <= max(ALL // 16, VOCABULARY * 64) and seeing.elements >= ALL - ROWS * VOCABULARY
     assert nats == pytest.approx(wanted, rel=1e-6) and tokens.tolist() == same.tolist()

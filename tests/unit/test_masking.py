@@ -14,7 +14,7 @@ from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.masking import SPECIAL, Masking, unmasked
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.errors import UserError
@@ -180,7 +180,7 @@ def test_sliced_and_whole_loss_are_the_naive_one(source):
 def test_judged_is_the_loss_of_hidden_tokens_row_by_row(source):
     model = scatter(attach_adapter(load_backbone(source, task=TASK), Adapter(rank=4), task=TASK, seed=0)).eval()
     examples = encoded(text_rows(7, words=(4, 20)))
-    nats, tokens = document_nats(model, examples, Inference(3, 0), task=TASK)
+    nats, tokens = document_nats(model, examples, EvalBatching(3, 0), task=TASK)
     for i, example in enumerate(examples):
         logits = model(input_ids=torch.tensor([example.input_ids])).logits[0]
         alone = F.cross_entropy(logits, torch.tensor(example.labels), reduction="sum").item()
@@ -231,7 +231,7 @@ def test_a_head_that_the_checkpoint_lacks_is_drawn_and_trains(tmp_path):
     save_adapter(model, tmp_path / "adapter")
     twin = attach_adapter(load_backbone(source, task=TASK), Adapter(rank=4), task=TASK, seed=4)
     load_adapter(twin, tmp_path / "adapter")
-    (micro,) = Inference(3, 0).batches(encoded(text_rows(3, words=(5, 9))), TASK)
+    (micro,) = EvalBatching(3, 0).batches(encoded(text_rows(3, words=(5, 9))), TASK)
     with torch.no_grad():
         assert torch.equal(model.eval()(**micro.inputs).logits, twin.eval()(**micro.inputs).logits)
 
@@ -245,7 +245,7 @@ def test_a_saved_adapter_loads_in_plain_peft(head, tmp_path):
     model = scatter(attach_adapter(load_backbone(source, task=TASK), Adapter(rank=4), task=TASK, seed=0)).eval()
     save_adapter(model, tmp_path / "adapter")
     plain = PeftModel.from_pretrained(AutoModelForMaskedLM.from_pretrained(source), tmp_path / "adapter").eval()
-    (micro,) = Inference(3, 0).batches(encoded(text_rows(3, words=(5, 9))), TASK)
+    (micro,) = EvalBatching(3, 0).batches(encoded(text_rows(3, words=(5, 9))), TASK)
     with torch.no_grad():
         assert torch.allclose(plain(**micro.inputs).logits, model(**micro.inputs).logits, atol=1e-5)
 

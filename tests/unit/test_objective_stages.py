@@ -15,7 +15,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.labels import Units
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.errors import Interrupted, UserError
@@ -27,7 +27,7 @@ from flatshift.finetune.stacked.together import cell_engine
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress
 from flatshift.finetune.train.loop import TrainingStage, train_stage
 from flatshift.finetune.train.stage import ForwardBackward
-from flatshift.finetune.train.throughput import Meter
+from flatshift.finetune.train.throughput import ThroughputMeter
 from flatshift.finetune.train.trace.examples import per_example
 from flatshift.regularizers import Plain, build
 from tests.data_models import text_rows
@@ -122,7 +122,7 @@ def test_a_stack_computes_what_each_cell_does_alone(name, source):
         for seat, cell in enumerate(cells):
             batches = batches_of(task, accumulate=1, **cell)
             head = engines[seat].find_head(batches.at(0)[0].inputs, task=task)
-            meter = Meter(engines[seat], peak_tflops=None)
+            meter = ThroughputMeter(engines[seat], peak_tflops=None)
             plain = lambda index: torch.enable_grad()  # noqa: E731
             asked[seat] = ForwardBackward(engines[seat], task, batches.at(0), batches.supervised(0), head, plain, meter)
         losses = host.compute(asked)
@@ -139,9 +139,9 @@ def test_recorded_are_losses_and_wrong_sets_of_each_row(source):
         attach_adapter(load_backbone(source, task=task, **names_of(task)), Adapter(rank=4), task=task, seed=0)
     )
     examples = examples_of(task, 10)
-    judged = per_example(model, examples, Inference(4, 0), task=task)
+    judged = per_example(model, examples, EvalBatching(4, 0), task=task)
     model.eval()
-    losses, logits = head_scores(model, examples, Inference(3, 0), task=task)
+    losses, logits = head_scores(model, examples, EvalBatching(3, 0), task=task)
     assert judged.loss == pytest.approx(losses, rel=1e-5) and judged.predicted is None
     told = [e.labels for e in examples]
     assert judged.wrong.tolist() == [int(tuple(row) != own) for row, own in zip((logits > 0) * 1, told, strict=True)]

@@ -9,7 +9,7 @@ from torch import nn
 from benchmarks.cuda_rehearsal import Rehearsal
 from flatshift.finetune.compute.capabilities import CUDA
 from flatshift.finetune.parallel.engine import Engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 
 
 class Two(nn.Module):
@@ -25,7 +25,7 @@ class Two(nn.Module):
 
 def test_gradients_of_the_host_are_clipped_without_the_device_meeting_them() -> None:
     model = Two("cpu", "meta")
-    engine = Engine(model, World(torch.device("meta"), size=2))
+    engine = Engine(model, ProcessMesh(torch.device("meta"), size=2))
     with Rehearsal(CUDA, on="meta") as seen:
         norm = engine.clip(1.0)
     assert norm.device.type == "meta" and model.here.grad is not None and model.here.grad.device.type == "cpu"
@@ -34,6 +34,6 @@ def test_gradients_of_the_host_are_clipped_without_the_device_meeting_them() -> 
 
 def test_the_bound_is_the_same_wherever_gradients_lie() -> None:
     model = Two("cpu", "cpu")
-    norm = Engine(model, World(torch.device("cpu"), size=2)).clip(1.0)
+    norm = Engine(model, ProcessMesh(torch.device("cpu"), size=2)).clip(1.0)
     assert float(norm) == pytest.approx((4 * 14) ** 0.5)
     assert float(sum(p.grad.square().sum() for p in model.parameters())) == pytest.approx(1.0, rel=1e-5)

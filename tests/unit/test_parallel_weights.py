@@ -21,8 +21,8 @@ from flatshift.finetune.models.meta import build_skeleton
 from flatshift.finetune.models.safetensors_index import read_index
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
-from flatshift.finetune.parallel.layout import Layout, Slice, held, put, whole
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, held, put, whole
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.weights import load_weights, materialize
 from flatshift.finetune.tasks import Classify, LanguageModel
 from tests.finetune_models import Micro, save_backbone
@@ -53,7 +53,7 @@ def test_a_filled_skeleton_is_the_loaded_backbone(kind, task, precision, tmp_pat
     assert built.new_parameters == loaded.new_parameters and built.name_or_path == loaded.name_or_path
     assert built.config.to_dict() == loaded.config.to_dict() and not built.training
     materialize(built, "cpu")
-    report = load_weights(built, built.checkpoint, layout=Layout(), world=World.alone())
+    report = load_weights(built, built.checkpoint, layout=TensorParallelLayout(), world=ProcessMesh.alone())
     assert sorted(report.unread) == list(loaded.new_parameters)
     ours, theirs = built.state_dict(), loaded.state_dict()
     assert list(ours) == list(theirs)
@@ -71,7 +71,7 @@ def test_ties_are_undone_where_the_file_has_two_matrices(tmp_path):
     save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
     loaded, built = (make(source, task=LanguageModel()) for make in (load_backbone, build_skeleton))
     materialize(built, "cpu")
-    load_weights(built, built.checkpoint, layout=Layout(), world=World.alone())
+    load_weights(built, built.checkpoint, layout=TensorParallelLayout(), world=ProcessMesh.alone())
     for model in (loaded, built):
         assert model.lm_head.weight is not model.transformer.wte.weight
         assert torch.equal(model.lm_head.weight, model.transformer.wte.weight * 2)
@@ -144,7 +144,7 @@ def test_a_file_that_changes_while_it_is_read_is_named(llama, tmp_path):
     (copy / "model.safetensors").write_bytes(b"gone")
     materialize(built, "cpu")
     with pytest.raises(UserError, match=r"model\.safetensors cannot be read any more"):
-        load_weights(built, built.checkpoint, layout=Layout(), world=World.alone())
+        load_weights(built, built.checkpoint, layout=TensorParallelLayout(), world=ProcessMesh.alone())
 
 
 def test_long_tensors_are_read_in_pieces(llama, monkeypatch):
@@ -155,7 +155,11 @@ def test_long_tensors_are_read_in_pieces(llama, monkeypatch):
     materialize(built, "cpu")
     told = []
     report = load_weights(
-        built, built.checkpoint, layout=Layout(), world=World.alone(), say=lambda *numbers: told.append(numbers)
+        built,
+        built.checkpoint,
+        layout=TensorParallelLayout(),
+        world=ProcessMesh.alone(),
+        say=lambda *numbers: told.append(numbers),
     )
     assert all(torch.equal(a, b) for a, b in zip(built.parameters(), loaded.parameters(), strict=True))
     done, total, rate = told[-1]
@@ -170,12 +174,12 @@ def test_local_parts_follow_fused_runs():
     put(parameter, values, cut)
     assert torch.equal(parameter, cut.take(values))
     alone = nn.Parameter(values.clone())
-    assert torch.equal(whole(alone, world=World.alone()), values)
+    assert torch.equal(whole(alone, world=ProcessMesh.alone()), values)
 
 
 def test_one_rank_shards_nothing(llama):
     model = load_backbone(llama, task=LanguageModel())
-    sharding = shard(model, mesh=Mesh(), world=World.alone())
+    sharding = shard(model, mesh=Mesh(), world=ProcessMesh.alone())
     assert sharding.units == () and sharding.held == frozenset() and sharding.group == 1
     assert sharding.local_bytes == sharding.whole_bytes == sum(p.numel() * 4 for p in model.parameters())
 

@@ -14,7 +14,7 @@ from flatshift.experiments.report.chapters.run import training_sections
 from flatshift.experiments.results.run import discover
 from flatshift.experiments.workflows import train as workflow
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.figures import beside_text
+from flatshift.finetune.figures import predicted_vs_measured
 from flatshift.finetune.planner.cluster import Cluster, read_sizes
 from flatshift.finetune.planner.layouts import update_seconds
 from flatshift.finetune.planner.memory import MemoryPlan
@@ -47,7 +47,7 @@ def test_the_log_tells_both(tmp_path, capsys):
         f"fine-tune: {name}" for name in plan["bytes"]
     ]
     assert max(share for _, _, share in bars.items) == 1.0
-    assert isinstance(notes, Notes) and beside_text(plan) in notes.sentences[0]
+    assert isinstance(notes, Notes) and predicted_vs_measured(plan) in notes.sentences[0]
 
 
 def test_rows_shorter_than_the_limit_are_planned_as_they_are(tmp_path):
@@ -111,14 +111,14 @@ def test_where_nobody_counts_nothing_is_said(monkeypatch):
     meter = UpdateMeter(torch.device("cpu"))
     with meter.during():
         pass
-    assert beside_text(meter.beside(PlannedUpdate(PLAN))) == ""
+    assert predicted_vs_measured(meter.beside(PlannedUpdate(PLAN))) == ""
 
 
 def test_words():
     plan = {"predicted": 100 << 20, "measured": 110 << 20, "what": "allocated", "reserved": 120 << 20}
     told = "memory allocated 100.0 MiB predicted, 110.0 MiB measured (+10%); 120.0 MiB reserved"
-    assert beside_text(plan) == told
-    assert beside_text({**plan, "predicted_s": 0.5, "measured_s": 0.25}).endswith(
+    assert predicted_vs_measured(plan) == told
+    assert predicted_vs_measured({**plan, "predicted_s": 0.5, "measured_s": 0.25}).endswith(
         "; an update 0.5 s predicted, 0.25 s measured"
     )
 

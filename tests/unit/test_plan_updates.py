@@ -18,9 +18,9 @@ from flatshift.finetune.compute import attention
 from flatshift.finetune.compute.numerics import without_input_casts
 from flatshift.finetune.compute.precision import autocast
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-from flatshift.finetune.data.micro_batch import MicroBatch, Sides
+from flatshift.finetune.data.micro_batch import MicroBatch, PreferenceTargets
 from flatshift.finetune.parallel.build import build_engine
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.planner.cluster import read_sizes
 from flatshift.finetune.planner.footprint import footprint
 from flatshift.finetune.planner.memory import memory_plan
@@ -67,7 +67,7 @@ def _micro(task: Task) -> tuple[MicroBatch, int]:
     chosen = (labels != -100).flatten().nonzero().flatten()
     if task.by_answer:
         signs = torch.tensor([1.0, -1.0]).repeat(ROWS)
-        sides, count = Sides(signs, (labels != -100).sum(1).float(), paired=True), ROWS
+        sides, count = PreferenceTargets(signs, (labels != -100).sum(1).float(), paired=True), ROWS
     return MicroBatch(inputs, labels, count, rows, each, chosen=chosen, padded=False, sides=sides), count
 
 
@@ -78,7 +78,13 @@ def _allocated(
     before = held_bytes()  # tests that ran before this one in its process keep models of theirs
     names = [str(number) for number in range(CLASSES)] if task.by_example else None
     engine = build_engine(
-        str(backbone), task=task, adapter=ADAPTER, train=train, mesh=Mesh(), world=World.alone(CPU), label_names=names
+        str(backbone),
+        task=task,
+        adapter=ADAPTER,
+        train=train,
+        mesh=Mesh(),
+        world=ProcessMesh.alone(CPU),
+        label_names=names,
     )
     said = memory_plan(engine.model, train=task.as_read(train), task=task, regularizer=config).causes
     optimizer, regularizer = AdapterOptimizer(engine.parameters, Optimizer()), regularizers.build(config or Plain())
@@ -87,7 +93,7 @@ def _allocated(
     (micro, count), steps, head = _micro(task), itertools.count(), []
 
     def update() -> None:
-        with without_input_casts(engine.model, train), attention.known(engine.model, CPU):
+        with without_input_casts(engine.model, train), attention.packed_attention(engine.model, CPU):
             if not head:
                 with autocast(train, CPU):
                     head.append(engine.find_head(micro.inputs, task=task))

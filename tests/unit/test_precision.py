@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.finetune.compute import matmul_rate, precision
 from flatshift.finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
 from flatshift.finetune.compute.precision import Choice, choose, cuda_choice, faster
@@ -183,7 +183,7 @@ def _settled(monkeypatch, rates, overrides=(), **more):
     auto._decide.cache_clear()
     said: list[str] = []
     resolved = load_recipe("classify", [from_override(k, v) for k, v in overrides])
-    found = settled(resolved, say=said.append, **more)
+    found = resolve_auto(resolved, say=said.append, **more)
     auto._decide.cache_clear()
     return found, said
 
@@ -265,7 +265,7 @@ def test_narrow_weights_are_taken_where_wide_ones_do_not_fit(monkeypatch):
     said: list[str] = []
     for room, taken in ((wide, "same"), (wide - 1, "bf16"), (less, "bf16"), (less - 1, "same")):
         monkeypatch.setattr(devices, "at_hand", lambda device, room=room: devices.Devices("cpu", 2, room, None))
-        assert settled(resolved, say=said.append).recipe.train.backbone_precision == taken
+        assert resolve_auto(resolved, say=said.append).recipe.train.backbone_precision == taken
     assert len(said) == 2 and all(line.startswith("backbone: kept in bf16 (auto: ") for line in said)
 
 
@@ -274,16 +274,16 @@ def test_a_run_is_judged_where_its_precision_is_not_to_be_had(monkeypatch, capsy
 
     recipe = load_recipe("classify", [from_override("train.device", "cpu")]).recipe
     half = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp16"))
-    assert auto.readable(half).train.precision == "fp32"
+    assert auto.resolve_device_precision(half).train.precision == "fp32"
     assert "trained in fp16, which a CPU has not" in capsys.readouterr().err
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
     auto._decide.cache_clear()
     narrow = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="bf16"))
-    assert auto.readable(narrow) == narrow
+    assert auto.resolve_device_precision(narrow) == narrow
     assert "slower than fp32" in capsys.readouterr().err
     auto._decide.cache_clear()
     wide = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, precision="fp32"))
-    assert auto.readable(wide) == wide and capsys.readouterr().err == ""
+    assert auto.resolve_device_precision(wide) == wide and capsys.readouterr().err == ""
 
 
 _LOADS = """

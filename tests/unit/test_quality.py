@@ -19,7 +19,7 @@ from benchmarks.studies.selection_quality.pool import open_pool, pool_file
 from benchmarks.studies.selection_quality.settings import StudyRecipe
 from benchmarks.studies.selection_quality.study import study_quality
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.finetune.errors import UserError
 from tests.quality_study import make_study
 
@@ -394,7 +394,7 @@ def test_a_study_is_part_of_the_resolved_recipe(made) -> None:
     recipe, out, _ = made
     again = load_recipe(str(out / "study.recipe.yaml"), of=StudyRecipe)
     assert dataclasses.asdict(again.recipe) == dataclasses.asdict(
-        settled(load_recipe(str(recipe), of=StudyRecipe)).recipe
+        resolve_auto(load_recipe(str(recipe), of=StudyRecipe)).recipe
     )
 
 

@@ -14,7 +14,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import find_head
 from flatshift.finetune.config import Adapter, Optimizer, Record
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.noise import foreign_answers, shuffled_examples
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
@@ -116,7 +116,7 @@ def test_each_example_of_a_language_model_against_its_own_forward_pass(kind, tmp
     rows = _texts(count=9)
     head = find_head(model, {"input_ids": torch.tensor([rows[0].input_ids])}, task=LM)
     assert (head is None) == (kind == "gemma2")
-    judged = per_example(model, rows, Inference(4, 0), task=LM, head=head)
+    judged = per_example(model, rows, EvalBatching(4, 0), task=LM, head=head)
     assert model.training
     model.eval()
     for index, example in enumerate(rows):
@@ -148,7 +148,7 @@ def test_each_example_of_an_encoder_decoder_against_its_own_forward_pass(kind, t
     ]
     inputs = {"input_ids": torch.tensor([rows[0].input_ids]), "decoder_input_ids": torch.tensor([rows[0].decoder_ids])}
     head = find_head(model, inputs, task=task)
-    judged = per_example(model, rows, Inference(3, 0), task=task, head=head)
+    judged = per_example(model, rows, EvalBatching(3, 0), task=task, head=head)
     model.eval()
     for index, example in enumerate(rows):
         inputs = {
@@ -168,7 +168,7 @@ def test_each_example_of_a_classifier_against_its_own_forward_pass(tmp_path):
         load_backbone(source, task=task, label_names=task.labels), Adapter(rank=2), task=task, seed=0
     )
     rows = [Example(each.input_ids, index % 3, each.id, each.where) for index, each in enumerate(_texts(count=7))]
-    judged = per_example(model, rows, Inference(3, 0), task=task)
+    judged = per_example(model, rows, EvalBatching(3, 0), task=task)
     model.eval()
     for index, example in enumerate(rows):
         logits = model(torch.tensor([example.input_ids])).logits.detach().double()

@@ -27,11 +27,11 @@ from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Spikes, Trai
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.parallel.mesh import World
+from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
 from flatshift.finetune.train.checkpointer import steps as saved_steps
-from flatshift.finetune.train.deferred_metrics import Line, Unread
+from flatshift.finetune.train.deferred_metrics import MetricsBuffer, MetricsRow
 from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
 from flatshift.regularizers import GGPO, BiLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
@@ -101,12 +101,12 @@ def test_a_scaled_loss_is_looked_at_once_an_update():
 
 @pytest.mark.parametrize("on", ["meta", pytest.param("cuda", marks=FAKE)])
 def test_generation_and_judging_stay_on_the_device(on):
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.judge import head_scores
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.train.trace.examples import per_example
 
-    how = Inference(2, 0, on, torch.bfloat16)
+    how = EvalBatching(2, 0, on, torch.bfloat16)
     rows = cases.rows("completion", 3)
     with Rehearsal(on=on) as seen:  # raises where a tensor of the host strays in
         model, head = (cases._adapted(cases.Case(name)).to(on) for name in ("completion", "classify"))
@@ -318,12 +318,12 @@ def test_lines_come_when_they_are_many_or_old(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr("flatshift.finetune.train.deferred_metrics.time.monotonic", lambda: clock[0])
     with rehearsed(replace(CPU, unread=10), on="cpu"):
-        waiting = Unread(World.alone())
+        waiting = MetricsBuffer(ProcessMesh.alone())
 
         def after(updates, seconds):
             for step in range(updates):
                 assert not waiting.due, step
-                waiting.add(Line(step, {}, {"loss": torch.tensor(1.0)}))
+                waiting.add(MetricsRow(step, {}, {"loss": torch.tensor(1.0)}))
                 clock[0] += seconds
             assert waiting.due
             return [step for step, _ in waiting.take()[0]]
@@ -334,7 +334,7 @@ def test_lines_come_when_they_are_many_or_old(monkeypatch):
         assert after(2, 3.0) == [0, 1]
         assert after(1, 0.01) == [0]  # slower than that: each
         assert after(10, 0.01) == list(range(10))
-    assert Unread(World.alone()).at_once  # a CPU's
+    assert MetricsBuffer(ProcessMesh.alone()).at_once  # a CPU's
 
 
 # --------------------------------------------------------------------------------------------- other ways, same sums
@@ -371,7 +371,7 @@ def test_masks_of_what_the_host_knows_are_those_of_a_look(tmp_path):
             found = []
             for record in (CPU, replace(CPU, reads_masks=False)):
                 model.zero_grad()
-                with rehearsed(record, on="cpu"), attention.known(model, torch.device("cpu")):
+                with rehearsed(record, on="cpu"), attention.packed_attention(model, torch.device("cpu")):
                     loss = batch_loss(model, micro, task=made)
                 loss.backward()
                 found.append(
@@ -387,7 +387,7 @@ def test_the_mask_function_is_put_back_and_a_padded_causal_row_has_no_mask(llama
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
 
     model = load_backbone(llama, task=LM)
-    with rehearsed(replace(CPU, reads_masks=False), on="cpu"), attention.known(model, torch.device("cpu")):
+    with rehearsed(replace(CPU, reads_masks=False), on="cpu"), attention.packed_attention(model, torch.device("cpu")):
         changed = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
         assert changed is not sdpa_mask
         causal = {"batch_size": 1, "q_length": 4, "kv_length": 4, "mask_function": causal_mask_function}

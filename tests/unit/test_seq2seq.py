@@ -16,7 +16,7 @@ from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers
@@ -49,7 +49,7 @@ def adapted(kind, directory):
 
 
 def batch_of(rows, *, start=PAD):
-    (micro,) = Inference(len(rows), PAD).batches(encoded(rows, start=start).examples, TASK)
+    (micro,) = EvalBatching(len(rows), PAD).batches(encoded(rows, start=start).examples, TASK)
     return micro
 
 
@@ -115,7 +115,7 @@ def test_batches_hold_both_sides_and_count_the_target():
 
 def test_evaluation_batches_bound_the_tokens_of_both_sides():
     examples = encoded(text_rows(30)).examples
-    micros = list(Inference(30, PAD).batches(examples, TASK, max_tokens=100))
+    micros = list(EvalBatching(30, PAD).batches(examples, TASK, max_tokens=100))
     assert sorted(i for micro in micros for (i,) in micro.rows) == list(range(30)) and len(micros) > 3
     assert all(micro.labels.numel() + micro.inputs["input_ids"].numel() <= 200 for micro in micros)
     assert all(micro.labels.numel() <= 100 for micro in micros)
@@ -150,7 +150,7 @@ def test_sliced_and_whole_loss_agree(kind, plain, tmp_path):
 @torch.no_grad()
 def test_surprise_of_each_document(tmp_path):
     model, examples = adapted("t5", tmp_path).eval(), encoded(text_rows(9)).examples
-    nats, tokens = document_nats(model, examples, Inference(4, PAD), task=TASK)
+    nats, tokens = document_nats(model, examples, EvalBatching(4, PAD), task=TASK)
     for i, example in enumerate(examples):
         inputs = {"input_ids": example.input_ids, "decoder_input_ids": example.decoder_ids}
         logits = model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0]
@@ -163,7 +163,7 @@ def test_greedy_answers_are_those_of_each_row_alone(kind, tmp_path):
     task = replace(TASK, score="generate")
     model = adapted(kind, tmp_path).eval()
     examples = encoded(text_rows(7), task=task, start=open_backbone(tmp_path).decoder_start).examples
-    answers = generate_answers(model, TOKENIZER, examples, Inference.of(TOKENIZER, batch_size=3), max_new_tokens=5)
+    answers = generate_answers(model, TOKENIZER, examples, EvalBatching.of(TOKENIZER, batch_size=3), max_new_tokens=5)
     for example, answer in zip(examples, answers, strict=True):
         said = [example.decoder_ids[0]]
         while len(said) < 6 and said[1:][-1:] != [EOS]:

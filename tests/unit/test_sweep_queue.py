@@ -19,13 +19,13 @@ from flatshift.experiments.results.cells import RESULT, read_result
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies import queue, run_cells
 from flatshift.experiments.studies.cell import Cell, Result, finish_cell
-from flatshift.experiments.studies.devices import Places, choose_devices, memory_of, on_cuda, place
-from flatshift.experiments.studies.directory import at_work, await_orphans, results_of, stale
+from flatshift.experiments.studies.devices import DevicePlacement, choose_devices, memory_of, on_cuda, place
+from flatshift.experiments.studies.directory import await_orphans, results_of, stale, study_lock
 from flatshift.experiments.studies.progress import CostModel, Progress, work_of
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.studies.sweep.directory import check_directory, claim, write_marker
 from flatshift.finetune.errors import Interrupted, UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from tests.kill_points import kill_points
 from tests.sweep_cells import Unloadable, behave, cells_that, starts
 
@@ -43,7 +43,7 @@ def spoken() -> tuple[Console, list[str]]:
 def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -> None:
     cells = cells_that(["ok", "die once", "ok", "die", "boom", "stop once", "ok", "ok"], seeds=2)
     console, lines = spoken()
-    run_cells(tmp_path, cells, Places(2), console, run=behave)
+    run_cells(tmp_path, cells, DevicePlacement(2), console, run=behave)
     results = {cell.key: read_result(tmp_path / "cells" / cell.key) for cell in cells}
     assert all(results.values()), "a cell was lost"
     tries = Counter(starts(tmp_path))
@@ -66,7 +66,7 @@ def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -
     assert not list(tmp_path.rglob("*.tmp")), "what dead workers were making is still there"
     stamps = {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")}
     (tmp_path / "cells" / ".0000.0123.tmp").mkdir()
-    run_cells(tmp_path, cells, Places(2), console, run=behave)
+    run_cells(tmp_path, cells, DevicePlacement(2), console, run=behave)
     assert not list(tmp_path.rglob("*.tmp"))
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("cells/*/result.json")} == stamps
     assert Counter(starts(tmp_path)) == tries, "finished cells ran again"
@@ -77,7 +77,7 @@ def test_stack_with_a_killer_is_halved_until_the_killer_is_alone(
 ) -> None:
     cells = cells_that(["ok", "ok", "die", "ok"])
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
-    run_cells(tmp_path, cells, Places(2), QUIET, run=behave, stack=None)
+    run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=behave, stack=None)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [r["status"] for r in found if r] == ["done", "done", "failed", "done"]
     assert Counter(starts(tmp_path))[cells[2].key] == 4  # with three others, with one, and alone twice
@@ -88,7 +88,7 @@ def test_a_worker_that_is_told_to_stop_gives_back_what_it_has_not_finished(
 ) -> None:
     cells = cells_that(["ok", "stop late once", "ok"])
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
-    run_cells(tmp_path, cells, Places(2), QUIET, run=behave, stack=None)
+    run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=behave, stack=None)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [r["status"] for r in found if r] == ["done"] * 3
     assert Counter(starts(tmp_path)) == {cells[0].key: 1, cells[1].key: 2, cells[2].key: 2}
@@ -96,7 +96,7 @@ def test_a_worker_that_is_told_to_stop_gives_back_what_it_has_not_finished(
 
 def test_unit_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "die late once"])
-    run_cells(tmp_path, cells, Places(3), QUIET, run=behave)
+    run_cells(tmp_path, cells, DevicePlacement(3), QUIET, run=behave)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [result["status"] for result in found if result] == ["done"] * 3
 
@@ -106,10 +106,10 @@ def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
     cells = cells_that(["ok"])
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([1 << 30], None))
-    assert on_cuda(Places(1, ("cuda:0",)), cells) and on_cuda(Places(1), cells), "auto is that device"
-    assert not on_cuda(Places(1, ("cpu",)), cells)
+    assert on_cuda(DevicePlacement(1, ("cuda:0",)), cells) and on_cuda(DevicePlacement(1), cells), "auto is that device"
+    assert not on_cuda(DevicePlacement(1, ("cpu",)), cells)
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([], None))
-    assert not on_cuda(Places(1), cells)
+    assert not on_cuda(DevicePlacement(1), cells)
 
 
 def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,9 +124,9 @@ def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(stacking, "stacks", stacks)
     cells = cells_that(["ok"] * 10)
-    assert [len(unit) for unit in queue.units_of(cells, Places(4), stack=None)] == [3, 3, 3, 1]
-    assert [len(unit) for unit in queue.units_of(cells, Places(1), stack=2)] == [2] * 5
-    assert [len(unit) for unit in queue.units_of(cells, Places(4), stack=1)] == [1] * 10
+    assert [len(unit) for unit in queue.units_of(cells, DevicePlacement(4), stack=None)] == [3, 3, 3, 1]
+    assert [len(unit) for unit in queue.units_of(cells, DevicePlacement(1), stack=2)] == [2] * 5
+    assert [len(unit) for unit in queue.units_of(cells, DevicePlacement(4), stack=1)] == [1] * 10
     assert asked == [3, 2]
 
 
@@ -138,10 +138,10 @@ def test_stack_that_is_refused_says_so_once_for_each_reason(monkeypatch: pytest.
     found = [stacking.Stack((cell,), reason) for cell, reason in zip(cells, reasons, strict=True)]
     monkeypatch.setattr(stacking, "stacks", lambda cells, **_: found)
     lines: list[str] = []
-    assert len(queue.units_of(cells, Places(1), stack=8, say=lines.append)) == 5
+    assert len(queue.units_of(cells, DevicePlacement(1), stack=8, say=lines.append)) == 5
     assert lines == ["2 cells run alone: adapter.dora: x", "1 cell runs alone: mesh: y"]
     lines.clear()
-    queue.units_of(cells, Places(1), stack=1, say=lines.append)
+    queue.units_of(cells, DevicePlacement(1), stack=1, say=lines.append)
     assert lines == []
 
 
@@ -153,7 +153,7 @@ def test_stacks_that_fall_apart_say_so_once(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some[:2]), tuple(some[2:])])
     console, lines = spoken()
-    run_cells(tmp_path, cells_that(["ok"] * 4), Places(1), console, run=run, stack=None)
+    run_cells(tmp_path, cells_that(["ok"] * 4), DevicePlacement(1), console, run=run, stack=None)
     assert [line for line in lines if "odd" in line] == ["2 cells of a stack ran alone: a layer is odd"]
     assert "a layer is odd" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
@@ -176,7 +176,7 @@ def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, mo
     monkeypatch.setattr(stacking, "run_stack", run_stack)
     monkeypatch.setattr(worker, "run_cell", run_cell)
     cells = cells_that(["ok"] * 3)
-    run_cells(tmp_path, cells, Places(1, ("cpu",)), QUIET, stack=None)
+    run_cells(tmp_path, cells, DevicePlacement(1, ("cpu",)), QUIET, stack=None)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [result["stacked"] for result in found if result] == [2, 2, None]
     log = (tmp_path / "log.txt").read_text(encoding="utf-8")
@@ -188,12 +188,12 @@ def test_workers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(devices, "_machine_memory", lambda: 1200)
     monkeypatch.setattr(devices, "_process_limit", lambda: None)
-    assert memory_of(Places(4), "cpu") == 225 and memory_of(Places(1, ("cpu",)), "auto") == 900
+    assert memory_of(DevicePlacement(4), "cpu") == 225 and memory_of(DevicePlacement(1, ("cpu",)), "auto") == 900
     free = 20 << 30
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([free, free], None))
-    one = memory_of(Places(2, ("cuda:0", "cuda:1")), "auto")
+    one = memory_of(DevicePlacement(2, ("cuda:0", "cuda:1")), "auto")
     assert one is not None and 0.6 * free < one < 0.75 * free
-    assert memory_of(Places(4, ("cuda:0", "cuda:1")), "auto") == pytest.approx(one / 2, abs=1)
+    assert memory_of(DevicePlacement(4, ("cuda:0", "cuda:1")), "auto") == pytest.approx(one / 2, abs=1)
 
 
 def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> 
 def test_workers_that_cannot_start_end_the_sweep_and_blame_no_cell(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok"])
     with pytest.raises(Interrupted, match="3 workers in a row ended with code 7"):
-        run_cells(tmp_path, cells, Places(2), QUIET, run=Unloadable())  # type: ignore[arg-type]
+        run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=Unloadable())  # type: ignore[arg-type]
     assert not list(tmp_path.glob("cells/*"))
 
 
@@ -222,7 +222,7 @@ def test_a_full_disk_leaves_nothing_of_what_other_workers_were_writing(tmp_path:
     out = tmp_path / "writing"
     out.mkdir()
     with pytest.raises(Interrupted, match="the disk is full"):
-        run_cells(out, cells_that(["writing", "full"]), Places(2), QUIET, run=behave)
+        run_cells(out, cells_that(["writing", "full"]), DevicePlacement(2), QUIET, run=behave)
     assert not list(out.rglob(".*.tmp"))
 
 
@@ -230,13 +230,13 @@ def test_a_full_disk_leaves_nothing_of_what_other_workers_were_writing(tmp_path:
 def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jobs: int) -> None:
     cells = cells_that(["ok", "ok", "full", "ok"])
     with pytest.raises(Interrupted, match="the disk is full"):
-        run_cells(tmp_path, cells[:3], Places(jobs), QUIET, run=behave)
+        run_cells(tmp_path, cells[:3], DevicePlacement(jobs), QUIET, run=behave)
     kept = results_of(tmp_path, cells)
     assert cells[2].key not in kept and kept.keys() <= {cells[0].key, cells[1].key}
     assert jobs == 2 or len(kept) == 2
     assert not list(tmp_path.rglob(".*.tmp"))
     again = [cell for cell in cells if cell.point["behaves"] == "ok"]
-    run_cells(tmp_path, again, Places(jobs), QUIET, run=behave)
+    run_cells(tmp_path, again, DevicePlacement(jobs), QUIET, run=behave)
     tries = Counter(starts(tmp_path))
     assert all(tries[key] == 1 for key in kept)
 
@@ -248,22 +248,27 @@ def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Progress, "tick", pressed)
     with pytest.raises(Interrupted, match="2 of 4 cells finished; the same command goes on"):
-        run_cells(tmp_path, cells_that(["ok"] * 4), Places(1), QUIET, run=behave)
+        run_cells(tmp_path, cells_that(["ok"] * 4), DevicePlacement(1), QUIET, run=behave)
 
 
 def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Interrupted, match="1 of 2 cells finished"):
-        run_cells(tmp_path / "alone", cells_that(["ok", "stop once"]), Places(1), QUIET, run=behave)
+        run_cells(tmp_path / "alone", cells_that(["ok", "stop once"]), DevicePlacement(1), QUIET, run=behave)
     monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
     with pytest.raises(Interrupted, match="1 of 3 cells finished"):
         run_cells(
-            tmp_path / "stack", cells_that(["ok", "stop late once", "ok"]), Places(1), QUIET, run=behave, stack=None
+            tmp_path / "stack",
+            cells_that(["ok", "stop late once", "ok"]),
+            DevicePlacement(1),
+            QUIET,
+            run=behave,
+            stack=None,
         )
 
 
 def test_whole_seeds_come_first(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "ok"], seeds=2)
-    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
     assert starts(tmp_path) == [c.key for c in cells if c.seed == 0] + [c.key for c in cells if c.seed == 1]
 
 
@@ -276,7 +281,7 @@ def test_a_sweep_that_ends_before_it_has_its_marker_can_be_begun_again(tmp_path:
     plan = {"recipe": "x", "grid": {}, "design": "grid", "seeds": 2}
 
     def begin(out: Path) -> None:
-        with owned(out):
+        with exclusive_lock(out):
             check_directory(out)
             claim(out, plan, base)
 
@@ -290,7 +295,7 @@ def test_a_sweep_that_ends_before_it_has_its_marker_can_be_begun_again(tmp_path:
 
 
 def test_of_two_sweeps_the_second_is_refused(tmp_path: Path) -> None:
-    with owned(tmp_path / "out"), pytest.raises(UserError, match=rf"process {os.getpid()}\b"):
+    with exclusive_lock(tmp_path / "out"), pytest.raises(UserError, match=rf"process {os.getpid()}\b"):
         sweep("double-descent", [], tmp_path / "out", SweepOptions(grid=("adapter.rank=1",), seeds=1), quiet=True)
     assert not list(tmp_path.iterdir())
 
@@ -306,13 +311,13 @@ def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
     await_orphans(tmp_path)
     assert time.monotonic() - began > 0.3
     orphan.wait()
-    with at_work(tmp_path), at_work(tmp_path):
+    with study_lock(tmp_path), study_lock(tmp_path):
         pass  # workers do not exclude each other
 
 
 def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: Path) -> None:
     cells = cells_that(["ok"] * 3)
-    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
     for cell, other in ((cells[0], {"code": "0" * 12}), (cells[1], {"flatshift": "0.0.1"})):
         path = tmp_path / "cells" / cell.key / RESULT
         found = json.loads(path.read_text(encoding="utf-8")) | other
@@ -321,9 +326,9 @@ def test_results_of_other_code_are_kept_and_run_anew_only_when_asked(tmp_path: P
     made = stale(results_of(tmp_path, cells))
     assert made.keys() == {cells[0].key, cells[1].key}
     assert made[cells[0].key].endswith("0" * 12) and made[cells[1].key].startswith("0.0.1 ")
-    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
     assert len(starts(tmp_path)) == 3
-    run_cells(tmp_path, cells, Places(1), QUIET, run=behave, rerun=set(made))
+    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave, rerun=set(made))
     assert Counter(starts(tmp_path)) == {cells[0].key: 2, cells[1].key: 2, cells[2].key: 1}
     assert not stale(results_of(tmp_path, cells))
 
@@ -334,7 +339,7 @@ def test_damaged_result_is_named(tmp_path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text('{"status": "do', encoding="utf-8")
     with pytest.raises(UserError, match=r"result\.json: not a cell's result"):
-        run_cells(tmp_path, [cell], Places(1), QUIET, run=behave)
+        run_cells(tmp_path, [cell], DevicePlacement(1), QUIET, run=behave)
 
 
 @pytest.mark.parametrize("name", [RESULT, "trace.jsonl"])
@@ -347,9 +352,9 @@ def test_a_changed_byte_of_a_finished_cell_is_noticed(tmp_path: Path, name: str)
     file = folder / name
     file.write_text(file.read_text().replace("1.5" if name == RESULT else "0.25", "9.5"))
     with pytest.raises(UserError, match=rf"{name} is not what was saved \(SHA-256 in {RESULT}\); delete"):
-        run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
+        run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
     (folder / RESULT).unlink()
-    run_cells(tmp_path, cells, Places(1), QUIET, run=behave)
+    run_cells(tmp_path, cells, DevicePlacement(1), QUIET, run=behave)
     assert all(read_result(tmp_path / "cells" / cell.key) for cell in cells)
 
 
@@ -365,7 +370,7 @@ def test_devices() -> None:
     for flag, words in (("3", "no cuda:3"), ("gpu", "CUDA numbers"), ("0,0", "twice")):
         with pytest.raises(UserError, match=words):
             choose_devices(flag, "auto", count=lambda: 2)
-    assert [Places(4, ("cuda:0", "cuda:1")).device(worker) for worker in range(4)] == ["cuda:0", "cuda:1"] * 2
+    assert [DevicePlacement(4, ("cuda:0", "cuda:1")).device(worker) for worker in range(4)] == ["cuda:0", "cuda:1"] * 2
     (cell,) = cells_that(["ok"])
     moved = place(cell, "cuda:1")
     assert moved.resolved.recipe.train.device == "cuda:1" and moved.key == cell.key

@@ -23,7 +23,7 @@ from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.chat.template import template_text
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import Inference
+from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
@@ -197,7 +197,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     )
     if not task.has_targets:  # which a folded head answers in the user's own units
         with torch.no_grad():
-            all_of_them = list(Inference(**how).batches(encoded.examples, task))
+            all_of_them = list(EvalBatching(**how).batches(encoded.examples, task))
             total = sum(float(batch_loss(model.eval(), batch, task=task.judged())) for batch in all_of_them)
         count = sum(batch.supervised for batch in all_of_them)
         assert figures["loss"]["value"] == pytest.approx(total / count, rel=1e-4)

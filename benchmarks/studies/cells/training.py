@@ -17,7 +17,7 @@ from benchmarks.studies.cells.refusing import refuse_beginning
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.lock import scratch
+from flatshift.finetune.lock import temporary_directory
 from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import Task
 from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
@@ -109,7 +109,7 @@ def train_examples(
         group=train.group,
     )
     clock: list[float] = []
-    with scratch("flatshift-cell-") as folder:
+    with temporary_directory("flatshift-cell-") as folder:
         train_stage(
             engine,
             tokenizer,
@@ -136,12 +136,12 @@ def judge_examples(
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
     from flatshift.finetune.compute.numerics import evaluating
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.classes import judge_classes
     from flatshift.finetune.evaluate.judge import head_scores
     from flatshift.finetune.evaluate.perplexity import document_nats
 
-    inference = Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
+    inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)
     with evaluating(engine.judged):
         if task.one_class:
             nats, logits = head_scores(engine.judged, examples, inference, task=task)

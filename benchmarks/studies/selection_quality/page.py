@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, Figures, Notes, Pairs, Section, Table, Tile
+from flatshift.experiments.report.blocks import Block, Chapter, Figures, KernelBlock, Notes, Pairs, Section, Table
 from flatshift.experiments.report.charts.intervals import corrected_effects
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render
@@ -85,11 +85,11 @@ def bootstrap(found: Mapping[str, Any], scale: float) -> str:
     return formats.effect({"value": found["value"], **boot}, scale)[1] if boot else "–"
 
 
-def _tile(name: str, arm: Mapping[str, Any]) -> Tile:
+def _tile(name: str, arm: Mapping[str, Any]) -> KernelBlock:
     mean, interval = formats.effect(arm["nats"])
     p = arm["nats"]["p_holm"]
     note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {arm['nats']['n']}"
-    return Tile(f"{name}, nats", mean, interval, note)
+    return KernelBlock(f"{name}, nats", mean, interval, note)
 
 
 def _tests(pairs: Sequence[tuple[str, Mapping[str, Any], str]], scale: float, unit: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ from benchmarks.studies.selection_quality.cells import FeaturesCell, PoolCell, S
 from benchmarks.studies.selection_quality.checks import check_cells, check_method, check_study
 from benchmarks.studies.selection_quality.settings import Quality, StudyRecipe
 from flatshift.experiments.recipe import from_override, recipe_key
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.key import block_tree, settings_tree, short_hash
 from flatshift.experiments.recipe.resolve import resolve_tree
@@ -210,7 +210,7 @@ class Plan:
             ("--", changes or {}),
         ):
             laid += [from_override(key, value, where) for key, value in keys.items()]
-        return settled(resolve_tree(self._tree, laid, name=self.resolved.name)).recipe
+        return resolve_auto(resolve_tree(self._tree, laid, name=self.resolved.name)).recipe
 
     # ---------------------------------------------------------------------------------------- inputs
 

@@ -12,7 +12,7 @@ from benchmarks.studies.selection_quality.plan import Plan
 from benchmarks.studies.selection_quality.runner import run_study
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.study import carry_out
+from flatshift.experiments.studies.study import run_study_cells
 
 DOCUMENT = "quality.json"
 
@@ -50,4 +50,4 @@ def study_quality(
         return Plan(recipe, overrides, data=data, out=out, selectors=selectors, targets=targets, budgets=budgets)
 
     command = f"python -m benchmarks.studies.selection_quality {recipe}"
-    return carry_out(command, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)
+    return run_study_cells(command, out, DOCUMENT, plan=plan, measure=measure, page=page, jobs=jobs, quiet=quiet)

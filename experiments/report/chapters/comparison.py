@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.blocks import Block, Chapter, Figures, KernelBlock, Notes, Part, Section, Table
 from flatshift.experiments.report.charts.intervals import corrected_effects
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render
@@ -109,11 +109,11 @@ def _times(value: float | None, scale: float) -> float | None:
     return None if value is None else scale * value
 
 
-def _tile(name: str, m: Mapping[str, Any], metric: str) -> Tile:
+def _tile(name: str, m: Mapping[str, Any], metric: str) -> KernelBlock:
     mean, interval = formats.effect(m["primary"], _scale(metric))
     p = m["primary"]["p_holm"]
     note = f"{'no p' if p is None else f'p = {formats.number(p)} (Holm)'}, seeds: {m['primary']['n']}"
-    return Tile(f"{name}, {_unit(metric)}", mean, interval, note)
+    return KernelBlock(f"{name}, {_unit(metric)}", mean, interval, note)
 
 
 def _primary(document: Document) -> list[Block]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.blocks import Block, Chapter, Figures, KernelBlock, Notes, Part, Section, Table
 from flatshift.experiments.report.charts.intervals import Row, interval_chart
 from flatshift.experiments.report.figure import WIDE, Chart
 from flatshift.experiments.report.html import render
@@ -80,14 +80,14 @@ def _findings(document: Document) -> list[str]:
     return said
 
 
-def _tiles(document: Document) -> list[Tile]:
+def _tiles(document: Document) -> list[KernelBlock]:
     split = next(iter(document["rows"]))
     tiles = []
     for name, splits in document["figures"].items():
         metric = _headline(splits[split])
         if metric is not None:
             value, interval = formats.estimate(*(splits[split][metric][k] for k in ("value", "low", "high")))
-            tiles.append(Tile(f"{metric_of(metric).title}, {split}", value, interval, name))
+            tiles.append(KernelBlock(f"{metric_of(metric).title}, {split}", value, interval, name))
     return tiles[:6]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Chapter, Notes, Pre, Section, Table, Tile
+from flatshift.experiments.report.blocks import Bars, Chapter, KernelBlock, Notes, Pre, Section, Table
 from flatshift.experiments.report.html import render
 from flatshift.finetune.figures import duration, gib
 from flatshift.finetune.planner.layouts import CAUSES
@@ -55,17 +55,17 @@ def _bars(values: Mapping[str, float], said: Any) -> Bars:
     return Bars([(CAUSES[name], said(value), value / longest) for value, name in kept])
 
 
-def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[Tile]:
+def _tiles(document: Mapping[str, Any], best: Mapping[str, Any]) -> list[KernelBlock]:
     low, high = best["nvidia_smi_gib"]
     shown = f"nvidia-smi shows {low:g} to {high:g}" if document["kind"] == "cuda" else ""
     tiles = [
-        Tile("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
-        Tile("an update", duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
-        Tile("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
+        KernelBlock("fullest device", f"{best['allocated_gib']:g} GiB", note=shown),
+        KernelBlock("an update", duration(best["update_s"]), note=f"{best['tokens_per_s']:,.0f} tokens/s"),
+        KernelBlock("MFU", formats.percent(best["mfu"]), note="of the devices' bf16 peak"),
     ]
     if document["hours"] is not None:
         cost = "" if document["cost"] is None else f"costs {document['cost']:,.2f}"
-        tiles.append(Tile(f"{document['tokens']:,.0f} tokens", f"{document['hours']:,.3g} h", note=cost))
+        tiles.append(KernelBlock(f"{document['tokens']:,.0f} tokens", f"{document['hours']:,.3g} h", note=cost))
     return tiles
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Block, Figures, Lookup, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.blocks import Bars, Block, Figures, KernelBlock, Lookup, Notes, Part, Section, Table
 from flatshift.experiments.report.charts.training import evaluation, preferences, small_multiples, training
 from flatshift.experiments.results.predictions import Judged, differences
 from flatshift.experiments.results.run import Run, best_split, headline
 from flatshift.finetune.evaluate.metrics import metric_of, on_tiles
-from flatshift.finetune.figures import beside_text, gib, rate_text
+from flatshift.finetune.figures import gib, predicted_vs_measured, rate_text
 from flatshift.finetune.run_directory import SPIKE
 
 _FIRST = ("lr-", "grad-norm-")
@@ -49,7 +49,7 @@ def train_finding(run: Run) -> str:
     return sentence + "."
 
 
-def training_tiles(run: Run) -> list[Tile]:
+def training_tiles(run: Run) -> list[KernelBlock]:
     tiles = []
     split = best_split(run.eval)
     if split is not None:
@@ -64,7 +64,7 @@ def training_tiles(run: Run) -> list[Tile]:
             if floor is not None:
                 named = metric_of(metric_of(metric).floor or "").title
                 note = ", ".join(filter(None, [f"{named} {formats.number(floor)}", note]))
-            tiles.append(Tile(f"{split} {metric_of(metric).title}", value, interval, note))
+            tiles.append(KernelBlock(f"{split} {metric_of(metric).title}", value, interval, note))
     before, after = run.shift
     split = best_split(before)
     for metric in ("perplexity", "pseudo_perplexity"):
@@ -75,7 +75,7 @@ def training_tiles(run: Run) -> list[Tile]:
         cold = before[split][metric]
         shown_cold = formats.estimate(cold["value"], cold.get("low"), cold.get("high"))[0]
         name = f"target {metric_of(metric).title} after warm-up"
-        tiles.append(Tile(name, value, interval, f"cold backbone {shown_cold}"))
+        tiles.append(KernelBlock(name, value, interval, f"cold backbone {shown_cold}"))
     for stage, done in run.stages.items():
         if done.get("steps") and stage != "warm-up":
             asked, attempts = done.get("target_steps", 0), done.get("attempts", 1)
@@ -87,7 +87,7 @@ def training_tiles(run: Run) -> list[Tile]:
                     f"{name} {formats.number(float(value))}" for name, value in figures if value is not None
                 )
                 note = f"best on dev after {done.get('best_step')} ({best})" + (f", {note}" if note else "")
-            tiles.append(Tile(f"{stage} updates", formats.number(int(done["steps"])), "", note))
+            tiles.append(KernelBlock(f"{stage} updates", formats.number(int(done["steps"])), "", note))
     return tiles
 
 
@@ -208,7 +208,7 @@ def _plan_sections(run: Run) -> list[Section]:
             continue
         most = max(plan["bytes"].values(), default=0) or 1
         blocks.append(Bars([(f"{stage}: {cause}", gib(n), n / most) for cause, n in plan["bytes"].items()]))
-        if text := beside_text(plan):
+        if text := predicted_vs_measured(plan):
             blocks.append(Notes([f"{stage}: {text}."]))
     lead = (
         "Bars are the plan's bytes by cause. Measured on a CUDA device is what its allocator gave out in updates; on a "

@@ -10,13 +10,13 @@ from flatshift.experiments.report.blocks import (
     Card,
     Cards,
     Figures,
+    KernelBlock,
     Lookup,
     Notes,
     Pairs,
     Part,
     Section,
     Table,
-    Tile,
 )
 from flatshift.experiments.report.charts.selection import domain_mix, histogram, projection_map
 from flatshift.experiments.results.run import Run, Selection
@@ -98,24 +98,26 @@ def method_name(selection: Selection) -> str:
     return titles.get(str(kind), "The selector")
 
 
-def selection_tiles(selection: Selection) -> list[Tile]:
+def selection_tiles(selection: Selection) -> list[KernelBlock]:
     about = selection.about
     tiles = []
     if selection.table is not None and selection.table.num_rows:
         total, taken = selection.table.num_rows, selection.taken
         tiles.append(
-            Tile("chosen", formats.number(taken), "", f"of {total:,} records, {formats.percent(taken / total)}")
+            KernelBlock("chosen", formats.number(taken), "", f"of {total:,} records, {formats.percent(taken / total)}")
         )
     checks = about.get("checks")
     if isinstance(checks, dict) and 0.1 in checks["shares"]:
         place = checks["shares"].index(0.1)
         share = checks["fitted"]["selection"][place]["realised"] / checks["distance"]
         change = f"{100 * share:+.1f} %".replace("-", "−")
-        tiles.append(Tile("distance to the target", change, "", "with the selection as a tenth"))
+        tiles.append(KernelBlock("distance to the target", change, "", "with the selection as a tenth"))
     error = about.get("marginal_error")
     if isinstance(error, int | float):
         tiles.append(
-            Tile("marginal L1 error", formats.number(float(error)), "", "how far the transport plan is from converged")
+            KernelBlock(
+                "marginal L1 error", formats.number(float(error)), "", "how far the transport plan is from converged"
+            )
         )
     return tiles
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.blocks import Block, Figures, KernelBlock, Notes, Part, Section, Table
 from flatshift.experiments.report.charts.intervals import Row, interval_chart
 from flatshift.experiments.report.charts.training import slug
 from flatshift.experiments.report.figure import Chart
@@ -119,7 +119,7 @@ def contrasts(study: Study, metric: str) -> list[Contrast]:
     return found
 
 
-def study_tiles(study: Study) -> list[Tile]:
+def study_tiles(study: Study) -> list[KernelBlock]:
     question = study_question(study)
     if question is None:
         return []
@@ -130,7 +130,7 @@ def study_tiles(study: Study) -> list[Tile]:
         note = f"{ours} − {base}, {d.n} paired seeds" if d.n > 1 else f"{ours} − {base}, one seed: no interval"
         if d.low is not None and not d.excludes_zero:
             note += "; the interval holds zero"
-        tiles.append(Tile(f"Δ {metric_of(metric).title}", value, interval, note))
+        tiles.append(KernelBlock(f"Δ {metric_of(metric).title}", value, interval, note))
     return tiles
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.blocks import Block, Figures, KernelBlock, Notes, Part, Section, Table
 from flatshift.experiments.report.chapters.sweep_verdicts import (
     beside_table,
     crossing_words,
@@ -124,7 +124,7 @@ def _kinds(direction: Direction) -> str:
     return ", ".join(f"{n} × {kind}" for kind, n in sorted(kinds.items(), key=lambda item: (-item[1], item[0])))
 
 
-def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
+def sweep_tiles(data: SweepData, analysis: Analysis) -> list[KernelBlock]:
     """Lowest held-out figure, what no training reaches, threshold and how far the sweep is."""
     axis = main_axis(data)
     test = data.error_columns()[0]
@@ -135,20 +135,22 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[Tile]:
         at = ", ".join(f"{k} = {formats.axis_value(v)}" for k, v in data.whole(where).items())
         split, _, metric = test.partition(".")
         shown, interval = formats.estimate(best.value, best.low, best.high)
-        tiles.append(Tile(f"lowest {split} {metric_of(metric).title}", shown, interval, f"at {at}; {best.n} runs"))
+        tiles.append(
+            KernelBlock(f"lowest {split} {metric_of(metric).title}", shown, interval, f"at {at}; {best.n} runs")
+        )
         floor = data.majority_error(test)
         if floor is not None:
             note = f"{split} error of always the commonest class"
-            tiles.append(Tile("majority floor", formats.number(floor), "", note))
+            tiles.append(KernelBlock("majority floor", formats.number(floor), "", note))
         crossing = analysis.crossing(axis, {}) if len(data.axes) == 1 else None
         if crossing is not None:
             note = f"{axis} at which train error crosses {data.epsilon:g}"
-            tiles.append(Tile("interpolation threshold", crossing_words(crossing), "", note))
+            tiles.append(KernelBlock("interpolation threshold", crossing_words(crossing), "", note))
     fewest, most = data.seeds_each()
     note = f"{fewest} to {most} seeds" if fewest < most else f"{most} seed{'s' * (most != 1)} each"
     note += f", {len(data.failed)} failed" if data.failed else ""
     total = data.planned if data.planned is not None else len(data)
-    tiles.append(Tile("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
+    tiles.append(KernelBlock("cells finished", f"{data.done:,} / {max(total, len(data)):,}", "", note))
     return tiles
 
 

@@ -12,7 +12,7 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Table
 from flatshift.experiments.results.analysis import Analysis, Direction, Judged, compared
 from flatshift.experiments.results.sweep import SweepData
-from flatshift.experiments.statistics.beside import Beside
+from flatshift.experiments.statistics.beside import CurveComparison
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.emc import Crossing, emc_from_curve
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
@@ -130,7 +130,7 @@ def _captioned(table: Table, of_columns: Mapping[str, str], first: str = "") -> 
     return dataclasses.replace(table, caption=" ".join(filter(None, [first, *told])))
 
 
-def _beside(curve: Curve, found: Beside) -> list[str]:
+def _beside(curve: Curve, found: CurveComparison) -> list[str]:
     at = "–" if found.triple is None else _number(curve.values[found.triple[1]])
     p, peak_p = ("–" if value is None else f"{value:.2g}" for value in (found.p, found.peak_p))
     mean, peak = (formats.with_interval(interval, plus=True) for interval in (found.mean, found.peak))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Block, Chapter, Notes, Part, Section, Table, Tile
+from flatshift.experiments.report.blocks import Bars, Block, Chapter, KernelBlock, Notes, Part, Section, Table
 from flatshift.experiments.report.html import render
 from flatshift.experiments.results.run import Run
 
@@ -46,7 +46,7 @@ def _part(document: Document) -> Part:
     alike = tokens.count(formats.number(found[best]["all"]["bytes_per_token"])) > 1
     finding += "." if len(found) == 1 else ", as many a byte as others." if alike else ", the fewest a byte."
     tiles = [
-        Tile("bytes per token", formats.number(figures["all"]["bytes_per_token"]), note=name)
+        KernelBlock("bytes per token", formats.number(figures["all"]["bytes_per_token"]), note=name)
         for name, figures in found.items()
     ]
     head = ["tokenizer", "vocabulary", "of it used", *(title for _, title in _FIGURES)]

@@ -58,14 +58,14 @@ class Measures:
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
     from flatshift.finetune.compute.numerics import evaluating
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.finetune.evaluate.judge import head_scores
 
     with evaluating(engine.judged):
         _, logits = head_scores(
             engine.judged,
             prepared.test,
-            Inference.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
+            EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device),
             task=recipe.task,
         )
     return "".join(
@@ -79,11 +79,11 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     from flatshift.finetune.compute.loss import batch_loss, with_reference
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.compute.precision import autocast
-    from flatshift.finetune.data.inference import Inference
+    from flatshift.finetune.data.inference import EvalBatching
     from flatshift.regularizers.sharpness import FullSpace, Objective, expected_rise
 
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]
-    batches = list(Inference.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))
+    batches = list(EvalBatching.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))
     count = sum(micro.supervised for micro in batches)
     if recipe.task.has_reference:  # of the weights as they are
         with autocast(recipe.train, engine.device):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatshift.experiments.recipe import Resolved, from_override, recipe_key
-from flatshift.experiments.recipe.auto import settled
+from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.key import short_hash
 from flatshift.experiments.recipe.resolve import resolve_tree
@@ -198,7 +198,7 @@ class Plan:
             ("--", changes or {}),
         ):
             laid += [from_override(key, value, where) for key, value in keys.items()]
-        return settled(resolve_tree(self._tree, laid, name=self.resolved.name))
+        return resolve_auto(resolve_tree(self._tree, laid, name=self.resolved.name))
 
 
 Result = dict[str, Any]

@@ -27,7 +27,7 @@ from flatshift.experiments.studies.compare.tuning import (
     on_edge,
     together,
 )
-from flatshift.experiments.studies.study import Batches, carry_out, claim_study
+from flatshift.experiments.studies.study import Batches, claim_study, run_study_cells
 from flatshift.finetune.atomic import read_object, write_json
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import metric_of
@@ -223,7 +223,7 @@ def compare(
     def plan() -> Plan:
         return Plan(recipe, overrides, data=data, out=out, methods=methods, tasks=tasks)
 
-    return carry_out(
+    return run_study_cells(
         f"flatshift compare {recipe}",
         out,
         DOCUMENT,

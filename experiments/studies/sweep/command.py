@@ -27,7 +27,7 @@ from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.peak import Look, looks
 from flatshift.experiments.studies.cell import Cell
-from flatshift.experiments.studies.devices import Places, choose_devices
+from flatshift.experiments.studies.devices import DevicePlacement, choose_devices
 from flatshift.experiments.studies.directory import note_finished, results_of, stale_keys
 from flatshift.experiments.studies.leases import CLAIMS, LONGEST_S, SHORTEST_S, Leases, refuse_claims
 from flatshift.experiments.studies.queue import run_cells
@@ -50,7 +50,7 @@ from flatshift.experiments.studies.sweep.plan import Base
 from flatshift.experiments.studies.sweep.table import Row, write_table
 from flatshift.finetune.config import Record
 from flatshift.finetune.errors import Interrupted, UserError
-from flatshift.finetune.lock import owned
+from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import RECIPE, disk_full_interrupts
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def sweep(
     console = Console(quiet=quiet)
     if options.shared:
         return _shared(out, asked, options, places, console, draw)
-    with owned(out):
+    with exclusive_lock(out):
         refuse_claims(out)
         asked, cells = _planned(out, asked, console, share)
         claim(out, asked.document(cells), asked.base.resolved)
@@ -150,7 +150,7 @@ def _planned(out: Path, asked: _Asked, console: Console, share: Part | None) -> 
 
 
 def _shared(
-    out: Path, asked: _Asked, options: SweepOptions, places: Places, console: Console, draw: Draw | None
+    out: Path, asked: _Asked, options: SweepOptions, places: DevicePlacement, console: Console, draw: Draw | None
 ) -> int:
     """Run cells beside other hosts until all have a result; each host writes the same tables and page at its end."""
     seconds = 60.0 if options.lease is None else options.lease
@@ -171,12 +171,12 @@ def _shared(
             stack.callback(_remove_if_empty, out)
         leases = stack.enter_context(Leases(out / CLAIMS, seconds=seconds, lost=lost))
         whole = functools.partial(leases.alone, PLANNED, waits=lambda who: console.say(f"waiting for {who}"))
-        with whole(), owned(out):
+        with whole(), exclusive_lock(out):
             asked, cells = _planned(out, asked, console, None)
             refuse_other_plan(out, asked.document(cells))
             claim(out, asked.document(cells), asked.base.resolved)
         run_cells(out, cells, places, console, stack=asked.stack, leases=leases)
-        with whole(), owned(out), disk_full_interrupts(f"writing the tables of {out}"):
+        with whole(), exclusive_lock(out), disk_full_interrupts(f"writing the tables of {out}"):
             return _close(out, cells, {}, console, draw)
 
 
@@ -185,7 +185,7 @@ def _remove_if_empty(out: Path) -> None:
         out.rmdir()
 
 
-def _places(options: SweepOptions, asked: _Asked) -> Places:
+def _places(options: SweepOptions, asked: _Asked) -> DevicePlacement:
     """Worker processes and the devices that they get in turn (`choose_devices`)."""
     placed = choose_devices(options.devices, asked.base.recipe.train.device)
     jobs = options.jobs
@@ -196,7 +196,7 @@ def _places(options: SweepOptions, asked: _Asked) -> Places:
         raise UserError(
             f"--jobs {jobs} leaves some of --devices {options.devices} without work; give at least {len(placed)}"
         )
-    return Places(workers, placed)
+    return DevicePlacement(workers, placed)
 
 
 def _refuse_mixtures(options: SweepOptions) -> None:

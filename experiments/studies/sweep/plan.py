@@ -11,7 +11,7 @@ from typing import Any
 
 from flatshift.experiments.recipe import Resolved, from_override
 from flatshift.experiments.recipe.config import Recipe
-from flatshift.experiments.recipe.resolve import get_dotted, lay, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.resolve import apply_overrides, get_dotted, recipe_tree, resolve_tree
 from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, parse
 from flatshift.experiments.studies.cell import Cell, cell_of, label_of
 from flatshift.experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
@@ -48,12 +48,12 @@ class Base:
     def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> Base:
         """The recipe file, shipped recipe or resolved recipe with `overrides` laid over it."""
         tree: Tree = recipe.tree() if isinstance(recipe, Resolved) else recipe_tree(recipe)
-        tree = lay(tree, overrides)
+        tree = apply_overrides(tree, overrides)
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
     def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
-        """The same with its precisions settled; arguments as in `flatshift.experiments.recipe.auto.settled`."""
+        """The same with its precisions settled; arguments as in `flatshift.experiments.recipe.auto.resolve_auto`."""
         from flatshift.experiments.recipe.auto import settled_tree
 
         tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
@@ -63,15 +63,17 @@ class Base:
         """The same with its epochs as updates of its own rows, as many in every cell. Raises UserError as `prepare`."""
         if self.recipe.train.epochs is None:
             return self
-        from flatshift.experiments.data.sources import in_steps
+        from flatshift.experiments.data.sources import epochs_to_steps
         from flatshift.experiments.data.splits import prepare
         from flatshift.experiments.workflows.run_parts import FINE_TUNE
         from flatshift.finetune.seeds import derive
 
-        counted = in_steps(self.resolved, prepare(self.recipe).train, seed=derive(self.recipe.train.seed, FINE_TUNE))
+        counted = epochs_to_steps(
+            self.resolved, prepare(self.recipe).train, seed=derive(self.recipe.train.seed, FINE_TUNE)
+        )
         steps, why = counted.recipe.train.steps, counted.origins["train.steps"]
         say(f"steps: {steps:,} in every cell ({why})")
-        tree = lay(self.tree, [from_override("train.steps", steps, why)])
+        tree = apply_overrides(self.tree, [from_override("train.steps", steps, why)])
         return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     @property

@@ -37,11 +37,11 @@ _LONGEST_TAG = len("<thinking>") + 8
 Span = tuple[int, int]
 
 
-class Unclear(ValueError):
+class AmbiguousTemplate(ValueError):
     """Where an answer begins or ends cannot be proven; says why."""
 
 
-class _ToolsLost(Unclear):
+class _ToolsLost(AmbiguousTemplate):
     """The template leaves out tools, or a call of one."""
 
 
@@ -68,7 +68,7 @@ class _Answer:
         return self.text[: self.end]
 
 
-class Answers:
+class AssistantSpans:
     """Samples of conversations under one template.
 
     `asked_otherwise`, `thoughts_left_out` and `empty_thoughts` count turns that came out differently from what one
@@ -107,7 +107,7 @@ class Answers:
                 samples = _together([self._answer(conversation, place) for place in places])
             _check_context(samples[0].text, conversation.messages[: places[-1]], conversation.tools)
         except _ToolsLost as error:
-            raise Unclear(f"{error}{self.template.with_tools}") from None
+            raise AmbiguousTemplate(f"{error}{self.template.with_tools}") from None
         return samples
 
     def _answer(self, conversation: Conversation, place: int) -> _Answer:
@@ -147,7 +147,7 @@ class Answers:
         written = _written(text[:words_end], content) if not turn.get("tool_calls") else None
         if not written:
             _check_said(text, turn, place)
-            raise Unclear(
+            raise AmbiguousTemplate(
                 f"turn {place + 1} is not written after the template's generation prompt, so where the answer begins "
                 "is not certain; mark it by {% generation %} tags in a template of your own (task.template)"
             )
@@ -178,7 +178,7 @@ class Answers:
         marked = [*messages[:place], _marked(messages[place])]
         tail = self._after_mark(self.template.render(marked, tools), messages[place], place)
         if not text.endswith(tail):
-            raise Unclear(f"the template writes turn {place + 1} differently depending on how its text ends")
+            raise AmbiguousTemplate(f"the template writes turn {place + 1} differently depending on how its text ends")
         goes_on = self._continued(marked, messages[place + 1 : place + 2], tools)
         common = _common(tail, goes_on) if goes_on is not None else 0
         kept = max([end for _, end in self._tokens(tail) if end <= common], default=0)
@@ -203,19 +203,21 @@ class Answers:
         end = len(tail.rstrip())
         inside = [span for span in self._tokens(tail) if tail[span[0] : span[1]].strip()]
         if not end:
-            raise Unclear(
+            raise AmbiguousTemplate(
                 f"the template writes nothing after turn {place + 1}, so the model would never learn to stop; let it "
                 "write an end of turn, for example {{ eos_token }} (task.template)"
             )
         if len(inside) != 1:
-            raise Unclear(f"which part of {tail!r} after turn {place + 1} ends it is not certain; mark it by tags")
+            raise AmbiguousTemplate(
+                f"which part of {tail!r} after turn {place + 1} ends it is not certain; mark it by tags"
+            )
         return end
 
     def _after_mark(self, text: str, turn: dict[str, Any], place: int) -> str:
         if text.count(_MARK) != 1:
             what = "tool calls" if turn.get("tool_calls") else "content"
             times = "leaves out" if _MARK not in text else "repeats"
-            kind = _ToolsLost if turn.get("tool_calls") else Unclear
+            kind = _ToolsLost if turn.get("tool_calls") else AmbiguousTemplate
             raise kind(f"the template {times} the {what} of turn {place + 1}")
         return text.partition(_MARK)[2]
 
@@ -244,7 +246,7 @@ class Answers:
         for place in turns:
             earlier, own = self.template.render_tagged(messages[:place], tools)
             if [earlier[slice(*block)] for block in own] != [text[slice(*block)] for block in blocks[: len(own)]]:
-                raise Unclear(
+                raise AmbiguousTemplate(
                     f"the template's {{% generation %}} tags mark earlier turns differently once turn {place + 1} is "
                     "there, so which belong to which turn is not certain"
                 )
@@ -254,7 +256,7 @@ class Answers:
         }
         for place in places:
             if not own_blocks[place]:
-                raise Unclear(f"the template's {{% generation %}} tags mark nothing of turn {place + 1}")
+                raise AmbiguousTemplate(f"the template's {{% generation %}} tags mark nothing of turn {place + 1}")
             self._check_whole("".join(text[slice(*block)] for block in own_blocks[place]), messages[place], place)
         for place in places:
             first, *rest = own_blocks[place]
@@ -277,7 +279,7 @@ def _together(answers: list[_Answer]) -> list[Sample]:
 
 def _check_said(text: str, turn: dict[str, Any], place: int) -> None:
     if _squeezed(text_of(turn)) not in _squeezed(text):
-        raise Unclear(
+        raise AmbiguousTemplate(
             f"the template leaves out or rewrites a part of turn {place + 1}, so not all of the answer would be "
             "learnt; take a template that keeps it (task.template)"
         )
@@ -288,7 +290,7 @@ def _check_context(text: str, messages: Messages, tools: Tools) -> None:
     squeezed = _squeezed(text)
     for number, turn in enumerate(messages, start=1):
         if turn["role"] not in ("assistant", "tool") and _squeezed(text_of(turn)) not in squeezed:
-            raise Unclear(f"the template leaves out or rewrites turn {number} ({turn['role']})")
+            raise AmbiguousTemplate(f"the template leaves out or rewrites turn {number} ({turn['role']})")
     for tool in tools or ():
         name = tool.get("function", tool).get("name")
         if not isinstance(name, str) or name not in text:

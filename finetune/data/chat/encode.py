@@ -14,10 +14,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from ...errors import UserError
-from ..encoding import Cut, LeftOut, chunks
+from ..encoding import DroppedRows, Truncation, chunks
 from ..example import IGNORE, Encoded, Example, Question
 from ..rows import FORMS, Row
-from .answers import Answers, Sample
+from .answers import AssistantSpans, Sample
 from .conversation import open_turns, read_conversation
 from .template import ChatTemplate
 from .tokens import CannotMap, Tokenised, TokenMap
@@ -86,7 +86,9 @@ class ChatEncoder:
         self.task, self.tokenizer, self.max_length = task, tokenizer, max_length
         self.bad_rows, self.overlong = bad_rows, overlong
         self.tokens = TokenMap(tokenizer)
-        self.answers = Answers(ChatTemplate(tokenizer, task), self.tokens.places, empty_thoughts=task.empty_thoughts)
+        self.answers = AssistantSpans(
+            ChatTemplate(tokenizer, task), self.tokens.places, empty_thoughts=task.empty_thoughts
+        )
         self.counts = _Counts()
         self._added = set(tokenizer.added_tokens_decoder)
         self._first: Row | None = None
@@ -101,7 +103,7 @@ class ChatEncoder:
                 (unless skipped); a longer one (if refused); answers that generation could not know the end of (score:
                 generate).
         """
-        rest = LeftOut(self.bad_rows, self.overlong, self.max_length)
+        rest = DroppedRows(self.bad_rows, self.overlong, self.max_length)
         examples: list[Example] = []
         for chunk in chunks(rows, _CHUNK):
             self._first = self._first or chunk[0]
@@ -123,7 +125,9 @@ class ChatEncoder:
         """True if the template knows a key of turns."""
         return self.answers.template.reads_key(key)
 
-    def _tokenised(self, chunk: Sequence[Row], rest: LeftOut) -> Iterator[tuple[Row, list[Sample], list[Tokenised]]]:
+    def _tokenised(
+        self, chunk: Sequence[Row], rest: DroppedRows
+    ) -> Iterator[tuple[Row, list[Sample], list[Tokenised]]]:
         """The rows of a chunk with their samples, tokenised at once."""
         found = [(row, samples) for row in chunk if (samples := self._samples(row, rest))]
         flat = iter(self.tokens.samples([sample for _, samples in found for sample in samples]))
@@ -135,7 +139,7 @@ class ChatEncoder:
             else:
                 yield row, samples, [one for one in mine if isinstance(one, Tokenised)]
 
-    def _samples(self, row: Row, rest: LeftOut) -> list[Sample]:
+    def _samples(self, row: Row, rest: DroppedRows) -> list[Sample]:
         try:
             conversation = read_conversation(row, system=self.task.system)
             return self.answers.samples(conversation, last_only=self.task.turns == "last")
@@ -145,7 +149,7 @@ class ChatEncoder:
             self._leave_out(row, error, rest)
             return []
 
-    def _leave_out(self, row: Row, error: ValueError, rest: LeftOut) -> None:
+    def _leave_out(self, row: Row, error: ValueError, rest: DroppedRows) -> None:
         problem = f"{row.where}: {error}"
         if self.bad_rows == "refuse":
             raise UserError(f"{problem}; or leave such rows out with data.bad_rows: skip") from error
@@ -154,7 +158,7 @@ class ChatEncoder:
         self.counts.bad += 1
 
     def _examples(
-        self, row: Row, samples: Sequence[Sample], tokenised: Sequence[Tokenised], rest: LeftOut
+        self, row: Row, samples: Sequence[Sample], tokenised: Sequence[Tokenised], rest: DroppedRows
     ) -> list[Example]:
         counts, limit = self.counts, self.max_length
         counts.rows += 1
@@ -166,7 +170,7 @@ class ChatEncoder:
         left = [
             (k, one)
             for k, one in enumerate(tokenised)
-            if not (len(one.ids) > limit and rest.long(row, Cut(len(one.ids), True)))
+            if not (len(one.ids) > limit and rest.long(row, Truncation(len(one.ids), True)))
         ]
         counts.in_pieces += sum(one.cut for _, one in left)
         counts.cut_answers += any(any(one.supervised[limit:]) for _, one in left)

@@ -10,13 +10,13 @@ runner.py     one update over the stages
 standin.py    what evaluation calls like the whole model
 """
 
-from .cut import Absent, check_pipeline, cut, cut_parts, split, stage_costs, tied_sources
+from .cut import OtherStageBlock, check_pipeline, cut, cut_parts, split, stage_costs, tied_sources
 from .plan import bubble, schedules
 from .runner import PipelineRunner
 from .stage import Parts
 
 __all__ = [
-    "Absent",
+    "OtherStageBlock",
     "Parts",
     "PipelineRunner",
     "bubble",

@@ -1,9 +1,10 @@
 """What stands where a pipeline stage lacks a module: no parameters, the right shapes, next to no work.
 
 A stage runs the family's own forward pass from end to end. The embedding is a dummy of zeros that takes no memory; the
-absent block just before the stage's first puts the received hidden states in (`Inlet`), whatever was made of the dummy
-until then (positions added, scaled, normalised); the absent block just after its last takes the stage's result out
-(`Outlet`) and goes on with a dummy. So nothing of a family's forward pass has to be known beyond its list of blocks.
+absent block just before the stage's first puts the received hidden states in (`StageInput`), whatever was made of the
+dummy until then (positions added, scaled, normalised); the absent block just after its last takes the stage's result
+out (`StageOutput`) and goes on with a dummy. So nothing of a family's forward pass has to be known beyond its list of
+blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def dummy(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
-class Absent(nn.Module):
+class OtherStageBlock(nn.Module):
     """Stands for a module of another stage: token ids (...) become zeros (..., width), hidden states pass through."""
 
     def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False) -> None:
@@ -49,7 +50,7 @@ class Absent(nn.Module):
         return value
 
 
-class Inlet(Absent):
+class StageInput(OtherStageBlock):
     """Returns what the stage received, while something is planted; it passes on what it gets else."""
 
     def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False, slot: int = 0) -> None:
@@ -65,7 +66,7 @@ class Inlet(Absent):
         return value if self.planted is None else self.planted
 
 
-class Outlet(Absent):
+class StageOutput(OtherStageBlock):
     """Keeps the hidden states that reach it (and, where the block is called with them, the encoder's) for the runner.
 
     `encoder_at` is the position of the encoder's states among a decoder block's arguments; None without them.
@@ -81,13 +82,13 @@ class Outlet(Absent):
         return dummy(value)
 
 
-class BiasOnly(Absent):
+class BiasOnly(OtherStageBlock):
     """Stands for the first block of a T5 stack: keeps the (frozen) relative bias that all blocks of the stack use.
 
     The module tree down to the embedding is the block's own, so its parameter keeps its name.
     """
 
-    def __init__(self, block: nn.Module, port: Absent) -> None:
+    def __init__(self, block: nn.Module, port: OtherStageBlock) -> None:
         """
         Args:
             block: the T5 block; all but its relative bias is given up.

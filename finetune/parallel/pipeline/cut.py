@@ -18,12 +18,12 @@ from ...errors import UserError
 from ...models.anatomy import Anatomy
 from ...models.families import Stack
 from ...models.weight_names import canonical
-from ..mesh import World
-from .absent import Absent, BiasOnly, Inlet, Outlet
+from ..mesh import ProcessMesh
+from .absent import BiasOnly, OtherStageBlock, StageInput, StageOutput
 from .plan import stages_of, virtual_stages
 from .stage import Parts
 
-__all__ = ["Absent", "Costs", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
+__all__ = ["OtherStageBlock", "Costs", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
 
 
 # ------------------------------------------------------------------------------------------------ who gets which blocks
@@ -162,7 +162,7 @@ def cut(model: nn.Module, blocks: range) -> None:
 
 
 def cut_parts(
-    model: nn.Module, whole: Callable[[], nn.Module], *, mesh: Mesh, world: World, tokens: int = 0
+    model: nn.Module, whole: Callable[[], nn.Module], *, mesh: Mesh, world: ProcessMesh, tokens: int = 0
 ) -> tuple[Parts, tuple[int, ...]]:
     """This rank's stages of a model on meta, checked and cut, and their numbers.
 
@@ -240,14 +240,14 @@ class _Ports:
     width: int
     dtype: torch.dtype
 
-    def absent(self, t5: bool = False) -> Absent:
-        return Absent(self.width, self.dtype, t5=t5)
+    def absent(self, t5: bool = False) -> OtherStageBlock:
+        return OtherStageBlock(self.width, self.dtype, t5=t5)
 
-    def inlet(self, t5: bool = False, *, slot: int = 0) -> Absent:
-        return Inlet(self.width, self.dtype, t5=t5, slot=slot)
+    def inlet(self, t5: bool = False, *, slot: int = 0) -> OtherStageBlock:
+        return StageInput(self.width, self.dtype, t5=t5, slot=slot)
 
-    def outlet(self, t5: bool = False, encoder_at: int | None = None) -> Absent:
-        return Outlet(self.width, self.dtype, t5=t5, encoder_at=encoder_at)
+    def outlet(self, t5: bool = False, encoder_at: int | None = None) -> OtherStageBlock:
+        return StageOutput(self.width, self.dtype, t5=t5, encoder_at=encoder_at)
 
 
 def _embedding_dtype(anatomy: Anatomy) -> torch.dtype:

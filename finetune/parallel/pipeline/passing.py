@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from ...compute.loss import Batch
 from ...config import Mesh
 from ...models.anatomy import NAMES
-from ..mesh import TOKENS, World
+from ..mesh import TOKENS, ProcessMesh
 from .pieces import Piece
 from .plan import rank_of
 from .stage import Around, Parts, Stage
 
 if TYPE_CHECKING:
-    from ..mesh import World
+    from ..mesh import ProcessMesh
 
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 _DIMS = 6
 
 
-class Passing:
+class StageTransport:
     """Sends hidden states on from stage to stage. Every rank along `pp` calls every verb at once."""
 
-    def __init__(self, stages: Sequence[Stage], *, mesh: Mesh, world: World) -> None:
+    def __init__(self, stages: Sequence[Stage], *, mesh: Mesh, world: ProcessMesh) -> None:
         """
         Args:
             stages: this rank's, ascending.
@@ -136,7 +136,7 @@ class StandIn(nn.Module):
     `eval()` and `train()` reach the stages of this rank.
     """
 
-    def __init__(self, parts: Parts, passing: Passing, *, config: Any, world: World) -> None:
+    def __init__(self, parts: Parts, passing: StageTransport, *, config: Any, world: ProcessMesh) -> None:
         """
         Args:
             config: the backbone's.

@@ -19,9 +19,9 @@ from ...compute.loss import Batch, Head, batch_loss, find_head
 from ...compute.numerics import evaluating
 from ...config import Mesh
 from ...models.anatomy import Anatomy
-from ..mesh import DATA, World
-from .absent import Absent
-from .passing import Passing, StandIn
+from ..mesh import DATA, ProcessMesh
+from .absent import OtherStageBlock
+from .passing import StageTransport, StandIn
 from .pieces import cut_micros
 from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
 from .stage import Around, Parts, Stage
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class PipelineRunner:
     """The stages of this rank and what is done with them. Every rank along `pp` calls every verb at once."""
 
-    def __init__(self, parts: Parts, *, mesh: Mesh, world: World, tokens: ContextParallel | None = None) -> None:
+    def __init__(self, parts: Parts, *, mesh: Mesh, world: ProcessMesh, tokens: ContextParallel | None = None) -> None:
         """Collective along pp; before the first forward pass.
 
         Args:
@@ -52,7 +52,7 @@ class PipelineRunner:
         self.stages = [Stage(parts[i], index, self.total, scattered=group) for i, index in enumerate(indices)]
         self._share = (mesh.tp if mesh.sequence_parallel else 1, mesh.tp if scatters else 1)
         """By what tokens and width of the hidden states are divided that a tensor-parallel rank sends."""
-        self.passing = Passing(self.stages, mesh=mesh, world=world)
+        self.passing = StageTransport(self.stages, mesh=mesh, world=world)
         self._encoder = len(self._anatomy.run(self._anatomy.stacks[0])) if len(self._anatomy.stacks) > 1 else None
         self._alive = self._which_need_gradients()
         self._starts = self._first_blocks()
@@ -75,7 +75,7 @@ class PipelineRunner:
         """The number of each stage's first block."""
         own = torch.zeros(self.total, dtype=torch.int64, device=self.world.device)
         for stage in self.stages:
-            absent = [isinstance(block, Absent) for block in Anatomy.of(stage.part).blocks]
+            absent = [isinstance(block, OtherStageBlock) for block in Anatomy.of(stage.part).blocks]
             own[stage.index] = absent.index(False)
         return self.world.sum(own, "pp").tolist()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..tensor import borders
-from .absent import Inlet, Outlet
+from .absent import StageInput, StageOutput
 
 Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
 """What surrounds the forward pass of (piece, stage): randomness and precision."""
@@ -53,8 +53,8 @@ class Stage(nn.Module):
         self.part, self.index, self.total = part, index, stages
         self._scattered = scattered
         self.is_last = index == stages - 1
-        self._inlets = sorted((m for m in part.modules() if isinstance(m, Inlet)), key=lambda inlet: inlet.slot)
-        self._outlets = [m for m in part.modules() if isinstance(m, Outlet)]
+        self._inlets = sorted((m for m in part.modules() if isinstance(m, StageInput)), key=lambda inlet: inlet.slot)
+        self._outlets = [m for m in part.modules() if isinstance(m, StageOutput)]
         assert bool(self._inlets) == (index > 0) and len(self._outlets) == (not self.is_last), index
         self._units = _fsdp_roots(part)
         self._pieces: list[Any] = []

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...models.anatomy import backbone_of, is_conv1d
 from ...models.weight_names import canonical
-from ..layout import Layout, Slice
-from ..mesh import World
+from ..layout import Slice, TensorParallelLayout
+from ..mesh import ProcessMesh
 from . import borders
 from .plans import Found, FoundRegion, check_tensor_plan, find
 from .vocabulary import VocabularySlice, split_embedding, split_head
@@ -21,7 +21,7 @@ _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
 """Keyword arguments of cross attention that enter a region besides its first input."""
 
 
-def tensor_parallel(model: nn.Module, *, world: World, sequence_parallel: bool = False) -> Layout:
+def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: bool = False) -> TensorParallelLayout:
     """Cut `model` (PEFT or transformers, on meta or real; or a container `part0`, `part1`, … of pipeline stages) in
     place for this rank of the axis `tp`, and say what was cut.
 
@@ -35,7 +35,7 @@ def tensor_parallel(model: nn.Module, *, world: World, sequence_parallel: bool =
     """
     width = world.width("tp")
     if width == 1:
-        return Layout()
+        return TensorParallelLayout()
     group = world.group("tp")
     cutter = Cutter(model, rank=world.index("tp"), width=width, device=world.device)
     for part in _parts(model):
@@ -95,7 +95,7 @@ def _border(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: 
 
     def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         split = sequence_parallel and torch.is_grad_enabled()
-        return borders.leave_tokens(output, group) if split else borders.leave(output, group)
+        return borders.leave_tokens(output, group) if split else borders.reduce_from_tp(output, group)
 
     place.entry.register_forward_pre_hook(before, with_kwargs=True)
     place.row.register_forward_hook(after)
@@ -157,7 +157,7 @@ class Cutter:
         self.rank = rank
         self.device = device
         self.width = width
-        self.layout = Layout()
+        self.layout = TensorParallelLayout()
         self._holders: dict[int, list[tuple[nn.Module, str, str]]] = {}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():

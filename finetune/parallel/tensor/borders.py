@@ -36,7 +36,7 @@ def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Border.apply(x, _same, _sum, 0, group) if x.requires_grad else x
 
 
-def leave(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of `x` over the ranks."""
     return _Border.apply(x, _sum, _same, 0, group)
 

@@ -41,7 +41,7 @@ def split_embedding(embedding: Any, held: VocabularySlice) -> None:
         local = input - held.start
         foreign = (local < 0) | (local >= held.stop - held.start)
         rows = lookup(local.masked_fill(foreign, 0))
-        return borders.leave(rows.masked_fill(foreign.unsqueeze(-1), 0.0), held.group)
+        return borders.reduce_from_tp(rows.masked_fill(foreign.unsqueeze(-1), 0.0), held.group)
 
     embedding.num_embeddings = held.stop - held.start
     embedding.padding_idx = None  # of the whole vocabulary; it only stops a gradient, and the embedding is frozen

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...compute.loss import IGNORED, Head, aligned
 from ...compute.numerics import evaluating
 from ...data.example import Example
-from ...data.inference import Inference
+from ...data.inference import EvalBatching
 from ...data.micro_batch import MicroBatch
 from ...models.anatomy import vocabulary_size
 
@@ -32,7 +32,7 @@ _TOKENS = 256
 def per_example(
     model: nn.Module,
     examples: Sequence[Example],
-    inference: Inference,
+    inference: EvalBatching,
     *,
     task: Task,
     head: Head | None = None,

@@ -18,7 +18,7 @@ from ...atomic import write_json
 from ...compute.loss import Head
 from ...config import Record
 from ...data.example import Example
-from ...data.inference import Inference
+from ...data.inference import EvalBatching
 from ...data.micro_batch import MicroBatch
 from ...data.rows import limit_rows
 from ...errors import UserError
@@ -100,7 +100,7 @@ class Recorder:
         stage: TrainingStage,
         engine: Engine,
         optimizer: AdapterOptimizer,
-        inference: Inference,
+        inference: EvalBatching,
         *,
         head: Head | None,
     ) -> None:
@@ -147,7 +147,7 @@ class Recorder:
         if self._recording is None or not self.wants(progress):
             return
         started = time.monotonic()
-        with watchdog.unhurried("recording"):
+        with watchdog.no_progress_timeout("recording"):
             figures = self._figures(self._recording, progress.step)
         last = progress.step - 1
         stage = self._stage
