@@ -18,7 +18,7 @@ from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.workflows.build import load_model
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.regularizers import Plain, RegularizerConfig, build
 
 

@@ -33,8 +33,8 @@ from flatshift.experiments.results.analysis import Judged, compared, judge
 from flatshift.experiments.results.cells import FORMAT, MARKER
 from flatshift.experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
 from flatshift.experiments.results.table import SweepTable
-from flatshift.experiments.statistics.beside import CurveComparison
 from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.curve_comparison import CurveComparison
 from flatshift.experiments.statistics.intervals import Interval
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.finetune.atomic import write_json

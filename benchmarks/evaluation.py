@@ -217,7 +217,7 @@ def shared(bench: Benchmark, folder: Path) -> None:
     from flatshift.experiments.workflows.few_shot import FewShot, rank_rows, read_prompt, read_shots
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.config import Columns
-    from flatshift.finetune.data.inference import EvalBatching
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.evaluate import candidates
     from flatshift.finetune.models.backbone import open_backbone

@@ -40,7 +40,7 @@ from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.initial_adapter import initial_adapter
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
 from flatshift.finetune.atomic import write_json
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import limit_rows
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.planner.capacity import Capacity, bits_each

@@ -72,7 +72,7 @@ def resolve_device_precision(recipe: Recipe) -> Recipe:
 
     An fp16 run is computed in float32 on a CPU. Says on stderr what changes, and where the run's own is slow here.
     """
-    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.compute.cuda_status import resolve_device
 
     train = recipe.train
     if train.precision == "fp16" and resolve_device(train.device).type == "cpu":
@@ -125,9 +125,9 @@ def _decide(
     precision: Precision, tf32: bool, device: str, threads: int | None, backbone: str, tokens: int
 ) -> dict[str, str | None]:
     """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
+    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.numerics import cpu_threads
     from flatshift.finetune.compute.precision import block_shape, choose
-    from flatshift.finetune.compute.presence import resolve_device
     from flatshift.finetune.launch import failure
     from flatshift.finetune.models.backbone import open_backbone
 

@@ -218,7 +218,7 @@ def check_split(recipe: Recipe) -> None:
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what no run can do: settings that do not go together, a package that is not here, a regularizer's bad
     setting, a task that the backbone has no class for. Raises UserError."""
-    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.quantize import check_available
     from flatshift.finetune.train.optimizer import check_optimizer
     from flatshift.finetune.train.stage import check_best

@@ -12,8 +12,8 @@ import numpy as np
 from flatshift.experiments.results.sweep import SweepData
 from flatshift.experiments.results.table import SweepTable
 from flatshift.experiments.results.traces import STEP
-from flatshift.experiments.statistics.beside import CurveComparison, compare_curves
 from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
 from flatshift.experiments.statistics.emc import Crossing, crossing
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
 from flatshift.experiments.statistics.verdict import Verdict, judge_curve

@@ -30,7 +30,7 @@ _EXPONENTIALS = {"perplexity": "loss", "pseudo_perplexity": "loss"}
 
 @dataclass(frozen=True)
 class Predictions:
-    """The rows of one split, with the columns of `flatshift.finetune.evaluate.judge.Evaluator.said` that somebody
+    """The rows of one split, with the columns of `flatshift.finetune.evaluate.evaluator.Evaluator.said` that somebody
     filled."""
 
     table: pa.Table

@@ -146,7 +146,7 @@ class Console:
     def evaluating(
         self, label: str, rows: int, *, stop: Callable[[], bool] = lambda: False
     ) -> Iterator[Callable[[int], None]]:
-        """Progress of an evaluation of so many rows; gives `flatshift.finetune.data.inference.EvalBatching.beat`.
+        """Progress of an evaluation of so many rows; gives `flatshift.finetune.data.eval_batching.EvalBatching.beat`.
 
         Raises Interrupted where `stop()` is true at a beat.
         """

@@ -37,7 +37,7 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
     moment m, to the fourth root on either side, so that products of two texts are g·g'/√m; m over `moment_texts` of
     `texts`, drawn by seed. A text without a token is the zero vector.
     """
-    from flatshift.finetune.data.inference import pad_token
+    from flatshift.finetune.data.eval_batching import pad_token
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import model_fingerprint
     from flatshift.selection import RandomProjection
@@ -89,7 +89,7 @@ class SampleGradients:
         """(n, width) float32, and the number (its id) of each example's text; examples may be fewer than texts."""
         import torch
 
-        from flatshift.finetune.data.inference import EvalBatching
+        from flatshift.finetune.data.eval_batching import EvalBatching
         from flatshift.finetune.evaluate.perplexity import token_nats
 
         rows: list[np.ndarray] = []
@@ -143,7 +143,7 @@ def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callab
 def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.data.batches import Batches
-    from flatshift.finetune.data.inference import EvalBatching, pad_token
+    from flatshift.finetune.data.eval_batching import EvalBatching, pad_token
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.lock import temporary_directory
     from flatshift.finetune.parallel.engine import Engine
@@ -206,7 +206,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
 def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
     """The recipe's backbone under a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
     from flatshift.finetune.adapters.adapter import attach_adapter
-    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone
 

@@ -76,7 +76,7 @@ def solver_device(recipe: Recipe) -> str:
     """Where the transport solver computes: `train.device`, or the CPU for methods without a solver."""
     if recipe.select is None or "features" not in needs(recipe.select.method):
         return "cpu"
-    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.compute.cuda_status import resolve_device
 
     return str(resolve_device(recipe.train.device))
 
@@ -111,10 +111,10 @@ def backbone_surprise(
 
 
 def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.ndarray]:
+    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import read_precision
-    from flatshift.finetune.compute.presence import resolve_device
     from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.inference import EvalBatching
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone

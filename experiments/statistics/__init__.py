@@ -3,13 +3,13 @@
     from flatshift.experiments.statistics import Curve, judge_curve
     verdict = judge_curve(Curve(axis="rank", values=ranks, test=errors, train_error=fitted, train_loss=losses))
 
-`peak` tests and locates, `verdict` names, `beside` compares two curves, `emc` finds where training data stop being
-fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays in, verdicts out: nothing here knows of
-files or recipes, trains a network or imports torch.
+`peak` tests and locates, `verdict` names, `curve_comparison` compares two curves, `emc` finds where training data stop
+being fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays in, verdicts out: nothing here
+knows of files or recipes, trains a network or imports torch.
 """
 
-from flatshift.experiments.statistics.beside import CurveComparison, compare_curves
 from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
 from flatshift.experiments.statistics.emc import EMC, Crossing, crossing, effective_model_complexity, emc_from_curve
 from flatshift.experiments.statistics.peak import (
     Detectable,
@@ -26,9 +26,9 @@ from flatshift.experiments.statistics.verdict import Kind, Verdict, judge_curve
 
 __all__ = [
     "EMC",
-    "CurveComparison",
     "Crossing",
     "Curve",
+    "CurveComparison",
     "Detectable",
     "Height",
     "Holdout",

@@ -203,7 +203,7 @@ def train_cell(
 
 
 def _refuse_broken(metrics: Mapping[str, Any]) -> None:
-    from flatshift.finetune.train.spikes import Diverged
+    from flatshift.finetune.train.divergence import Diverged
 
     for split, figures in metrics.items():
         if "loss" in figures and figures["loss"]["value"] is None:
@@ -223,7 +223,7 @@ def result_of(measure: Callable[[], Result], directory: Path) -> tuple[Result, b
     except Interrupted:
         raise
     except ValueError as error:
-        from flatshift.finetune.train.spikes import Diverged
+        from flatshift.finetune.train.divergence import Diverged
 
         result = Result("diverged" if isinstance(error, Diverged) else "failed", str(error))
     except Exception as error:

@@ -25,8 +25,8 @@ from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import graceful_stop
 from flatshift.experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, train_cell, without_cache
+from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.numerics import cpu_threads
-from flatshift.finetune.compute.presence import resolve_device
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
@@ -229,7 +229,7 @@ class _Member:
 
         def measure() -> Result:
             return train_cell(
-                self.directory, self.cell, self.recipe, prepared=self._shared.prepared, lay_out=self._lay_out
+                self.directory, self.cell, self.recipe, prepared=self._shared.prepared, load_model=self._lay_out
             )
 
         result, fit = result_of(measure, self.directory)

@@ -16,13 +16,13 @@ from flatshift.experiments.recipe.config import Recipe, warm_up_task
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.adapters.initial_values import InitialAdapter
 from flatshift.finetune.atomic import read_object, replacing, write_json
-from flatshift.finetune.compute.presence import resolve_device
+from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import IGNORE, Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import limit_rows
 from flatshift.finetune.digests import adapter_digest, record_digest
-from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.metrics import metric_of
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.parallel.build import build_engine
@@ -96,7 +96,7 @@ def evaluate_split(
     label_names: tuple[str, ...] | None = None,
     said: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`flatshift.finetune.evaluate.judge.evaluate` in the recipe's precision, on every rank, under the split's own
+    """`flatshift.finetune.evaluate.evaluator.evaluate` in the recipe's precision, on every rank, under the split's own
     seed."""
     inference = EvalBatching.of(
         tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
@@ -251,7 +251,7 @@ def shortened_text(text: str) -> str:
 
 def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Sequence[Any]]]]) -> None:
     """What was said of each row: `split, row, text`, and the columns of
-    `flatshift.finetune.evaluate.judge.Evaluator.said`.
+    `flatshift.finetune.evaluate.evaluator.Evaluator.said`.
 
     splits: pairs of a split's name and its columns, of as many entries as the split has rows.
     """

@@ -14,8 +14,8 @@ from typing import Any
 
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.evaluation_target import Adapted, EvaluationTarget
 from flatshift.experiments.workflows.generate import alone, finished_recipe
-from flatshift.experiments.workflows.subjects import Adapted, EvaluationTarget
 from flatshift.finetune.compute.numerics import cpu_threads
 from flatshift.finetune.data.encoding import end_token
 from flatshift.finetune.data.example import Question
@@ -92,7 +92,7 @@ class WritingRuns:
         told: gets the answer piece by piece as it is written.
         Raises UserError for an unknown name, turns that nobody can answer, and what does not fit the backbone.
         """
-        from flatshift.finetune.data.inference import EvalBatching
+        from flatshift.finetune.data.eval_batching import EvalBatching
         from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
         from flatshift.finetune.models.backbone import open_backbone
 

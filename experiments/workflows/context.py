@@ -14,9 +14,9 @@ from flatshift.experiments.data.splits import Prepared
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.run.console import Console, Draw, graceful_stop
 from flatshift.experiments.workflows.build import Laid, load_model
+from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.matmul_rate import peak_rate
 from flatshift.finetune.compute.numerics import cpu_threads
-from flatshift.finetune.compute.presence import resolve_device
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
@@ -59,7 +59,7 @@ class RunContext:
     of its own."""
     draw: Draw | None = None
     probe: Probe | None = None
-    lay_out: LayOut = lay_out
+    load_model: LayOut = load_model
     """Gives the model of a stage."""
 
     def watch(self, label: str, rows: int) -> AbstractContextManager[Callable[[int], None]]:

@@ -223,7 +223,7 @@ def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -
     """Why torch sees no CUDA device, in the words that a run gets: a problem where both a driver and a build for CUDA
     are here, a note where one of them is missing, nothing on a machine that has neither."""
     try:
-        from flatshift.finetune.compute.presence import absence, probe_cuda
+        from flatshift.finetune.compute.cuda_status import absence, probe_cuda
 
         found = probe_cuda()
         reason = absence(found)
@@ -270,9 +270,9 @@ def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict
 def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     """What `train.precision: auto` comes to on the device that `train.device: auto` takes, and by which figures."""
     try:
+        from flatshift.finetune.compute.cuda_status import resolve_device
         from flatshift.finetune.compute.matmul_rate import Shape
         from flatshift.finetune.compute.precision import choose
-        from flatshift.finetune.compute.presence import resolve_device
         from flatshift.finetune.config import Train
 
         choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))

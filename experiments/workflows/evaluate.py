@@ -37,14 +37,14 @@ from flatshift.experiments.workflows.build import (
     write_predictions,
 )
 from flatshift.experiments.workflows.evaluation_document import Findings, document_of, flat
+from flatshift.experiments.workflows.evaluation_target import Adapted, EvaluationTarget, subjects_of
 from flatshift.experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
 from flatshift.experiments.workflows.generate import adapted_recipe
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
-from flatshift.experiments.workflows.subjects import Adapted, EvaluationTarget, subjects_of
 from flatshift.finetune.atomic import replacing_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import Figure, group_interval
@@ -203,8 +203,8 @@ def _judge_one(
     asked: _How,
     console: Console,
 ) -> None:
-    from flatshift.finetune.compute.presence import resolve_device
-    from flatshift.finetune.evaluate.judge import evaluate
+    from flatshift.finetune.compute.cuda_status import resolve_device
+    from flatshift.finetune.evaluate.evaluator import evaluate
     from flatshift.finetune.models.backbone import open_backbone
 
     recipe, task = subject.recipe, subject.recipe.task

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.workflows.build import format_metrics
+from flatshift.experiments.workflows.evaluation_target import EvaluationTarget
 from flatshift.experiments.workflows.few_shot import FewShot, Ranked, mcnemar
-from flatshift.experiments.workflows.subjects import EvaluationTarget
 from flatshift.finetune.data.files import expand
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError

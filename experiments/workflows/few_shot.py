@@ -21,7 +21,7 @@ from flatshift.experiments.recipe.build import build
 from flatshift.experiments.recipe.tree import parse_file
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.encoding import Specials
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import Figure

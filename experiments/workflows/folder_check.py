@@ -25,8 +25,8 @@ from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows
 from flatshift.finetune.atomic import read_object
 from flatshift.finetune.config import Mesh
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Question
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError, shortened
 from flatshift.finetune.lock import temporary_directory
 from flatshift.finetune.models.backbone import auto_class, open_backbone

@@ -33,7 +33,7 @@ from flatshift.experiments.statistics.kernel import KernelFit, extrapolate, kern
 from flatshift.experiments.workflows.build import load_model
 from flatshift.finetune.atomic import replacing, replacing_directory, write_json, write_text
 from flatshift.finetune.compute.jacobian import jacobian
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.parallel.engine import Engine

@@ -76,7 +76,7 @@ def _generate(
     overrides: Sequence[Branch],
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    from flatshift.finetune.data.inference import EvalBatching
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
     from flatshift.finetune.models.backbone import open_backbone
 

@@ -122,8 +122,8 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
     import functools
 
     from flatshift.finetune.adapters.initial_values import Calibration, needs_rows
+    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.precision import autocast
-    from flatshift.finetune.compute.presence import resolve_device
 
     count = needs_rows(recipe.adapter)
     order = numpy_generator(recipe.train.seed, "init-rows").permutation(len(prepared.train))[:count]

@@ -27,8 +27,8 @@ from flatshift.experiments.workflows.generate import alone, finished_recipe
 from flatshift.finetune.atomic import read_object, replacing, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
 from flatshift.finetune.data.encoding import end_token
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.files import describe
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.rows import Row, canonical_values, read_rows
 from flatshift.finetune.digests import digest
 from flatshift.finetune.errors import UserError
@@ -111,7 +111,7 @@ class Predictor:
 
     def _judged(self, rows: Sequence[Row]) -> list[Record]:
         """By one pass over encoded rows."""
-        from flatshift.finetune.evaluate.judge import Evaluator
+        from flatshift.finetune.evaluate.evaluator import Evaluator
 
         task, train = self.task, self.recipe.train
         blank = task.placeholders(self.label_names)

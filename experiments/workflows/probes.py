@@ -18,8 +18,8 @@ from flatshift.experiments.data.splits import learnt
 from flatshift.experiments.recipe.build import build
 from flatshift.experiments.recipe.tree import Branch, parse_file
 from flatshift.experiments.run.console import Console
+from flatshift.experiments.workflows.evaluation_target import Adapted, EvaluationTarget, subjects_of
 from flatshift.experiments.workflows.samples import Kept, Sampling, records, write_samples
-from flatshift.experiments.workflows.subjects import Adapted, EvaluationTarget, subjects_of
 from flatshift.finetune.atomic import replacing_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
 from flatshift.finetune.config import Columns
@@ -100,8 +100,8 @@ def _ask(
     subject: EvaluationTarget, probe: Probe, sampling: Sampling | None, kept: Kept, adapted: Adapted, console: Console
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Figures of one model, and lines of generations.jsonl."""
-    from flatshift.finetune.compute.presence import resolve_device
-    from flatshift.finetune.data.inference import EvalBatching
+    from flatshift.finetune.compute.cuda_status import resolve_device
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.text import score_texts
     from flatshift.finetune.models.backbone import open_backbone
 

@@ -23,12 +23,12 @@ from flatshift.experiments.workflows.generate import adapted_recipe, alone
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.compute.numerics import evaluating
 from flatshift.finetune.data.encoding import encode, end_token
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.bootstrap import Figure, ratio_statistic
+from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
-from flatshift.finetune.evaluate.judge import head_scores
 from flatshift.finetune.evaluate.metrics import functions
 from flatshift.finetune.evaluate.samples import pass_at_k
 from flatshift.finetune.evaluate.sandbox import refuse_unless_contained, run_programs

@@ -23,8 +23,8 @@ from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.compute.loss import with_reference
 from flatshift.finetune.compute.numerics import cpu_threads
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.digests import adapter_digest
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import resume_command

@@ -412,7 +412,7 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     if schedule.begin:
         console.say(schedule.line())
     begins = initial_adapter(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
-    engine, tokenizer = context.lay_out(
+    engine, tokenizer = context.load_model(
         recipe,
         plan.task,
         plan.prepared.label_names,
@@ -574,7 +574,7 @@ def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) ->
 def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
     recipe, world = context.recipe, context.world
-    engine, tokenizer = trained.model or context.lay_out(
+    engine, tokenizer = trained.model or context.load_model(
         recipe, recipe.task, prepared.label_names, world=world, adapter=trained.adapter
     )
     if world.is_main:
@@ -599,7 +599,7 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
     elif recipe.eval.cold and not context.cell:
         del engine, trained.model  # memory may not hold two
         if finished is None or finished.read("cold") is None:
-            cold, tokenizer = context.lay_out(recipe, recipe.task, prepared.label_names, world=world)
+            cold, tokenizer = context.load_model(recipe, recipe.task, prepared.label_names, world=world)
             with watchdog.no_progress_timeout("evaluating the cold backbone"):
                 found = evaluate_base_model(recipe, cold, tokenizer, prepared, context.run.path, watch=context.watch)
             for split, metrics in found.items():

@@ -52,7 +52,7 @@ class Calibration:
 
     def batches(self, device: torch.device, rows: int | None = None) -> list[MicroBatch]:
         """All rows once, padded together; `rows` at a time."""
-        from ..data.inference import EvalBatching
+        from ..data.eval_batching import EvalBatching
 
         size = rows or self.batch_size
         batches = EvalBatching(size, self.pad_id).batches(self.rows, self.task)

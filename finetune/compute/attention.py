@@ -44,8 +44,8 @@ from torch import Tensor, nn
 
 from ..config import Train
 from .capabilities import capabilities
+from .cuda_status import is_cuda, product_dtype
 from .numerics import bf16_instructions, dropout_rates
-from .presence import is_cuda, product_dtype
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine

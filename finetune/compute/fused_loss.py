@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from ..atomic import write_json
 from ..config import Train
+from .cuda_status import is_cuda, product_dtype
 from .loss import IGNORED, Head, aligned, linear_cross_entropy
 from .numerics import attention, evaluating
 from .precision import autocast, compute_dtype
-from .presence import is_cuda, product_dtype
 
 if TYPE_CHECKING:
     from ..data.batches import Batches

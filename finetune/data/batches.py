@@ -6,7 +6,7 @@ for each of its sources. `Batches.at(step)` needs nothing but the step: resuming
 one.
 
 `pack_order` decides which samples share a packed row, in which each has positions 0, 1, 2, …; that none sees another is
-measured on the model at hand (`flatshift.finetune.evaluate.leaks.check_packing_isolation`).
+measured on the model at hand (`flatshift.finetune.evaluate.packing_check.check_packing_isolation`).
 """
 
 from __future__ import annotations

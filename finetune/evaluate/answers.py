@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
-from ..data.inference import EvalBatching
 from ..errors import UserError
 from .generation import context_overflow, generate_batches
 

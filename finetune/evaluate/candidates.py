@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.inference import EvalBatching
+from ..data.eval_batching import EvalBatching
 from ..models.anatomy import given_cache, kept_cache
 from .generation import padded
 

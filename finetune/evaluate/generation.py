@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..compute.numerics import evaluating
 from ..config import check_bounds
-from ..data.inference import ALONE, EvalBatching
+from ..data.eval_batching import ALONE, EvalBatching
 from ..errors import UserError
 from ..models.anatomy import before_text
 from ..models.families import usable_positions

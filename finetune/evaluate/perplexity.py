@@ -17,7 +17,7 @@ from ..compute.capabilities import capabilities
 from ..compute.loss import Head, aligned, find_head, head_probe
 from ..compute.slices import slice_rows
 from ..data.encoding import IGNORE, Example
-from ..data.inference import ALONE, EvalBatching
+from ..data.eval_batching import ALONE, EvalBatching
 from ..data.micro_batch import MicroBatch
 from ..models.anatomy import vocabulary_size
 

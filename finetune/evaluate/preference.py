@@ -11,8 +11,8 @@ import torch
 
 from ..compute.loss import Head, answer_log_probs, backbone_alone, find_head, head_probe
 from ..compute.numerics import evaluating
+from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
-from ..data.inference import ALONE, EvalBatching
 from ..data.micro_batch import PreferenceTargets
 from ..models.anatomy import vocabulary_size
 from .bootstrap import Interval
@@ -21,7 +21,7 @@ from .perplexity import LOGITS
 
 if TYPE_CHECKING:
     from ..tasks import Task
-    from .judge import Evaluator
+    from .evaluator import Evaluator
 
 
 Ratio = tuple[np.ndarray, np.ndarray]

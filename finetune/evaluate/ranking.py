@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import IGNORE, Example
-from ..data.inference import ALONE, EvalBatching
 from .answers import prompt_of
 from .candidates import answer_nats
 from .generation import batched

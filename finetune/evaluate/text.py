@@ -22,8 +22,8 @@ import numpy as np
 import regex
 from numpy.typing import NDArray
 
+from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
-from ..data.inference import EvalBatching
 from ..errors import UserError
 from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
 from .metrics import functions

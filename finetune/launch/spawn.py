@@ -361,7 +361,7 @@ def _make_group(device: torch.device, processes: int) -> None:
 def _device(name: str, processes: int) -> torch.device:
     import torch
 
-    from ..compute.presence import resolve_device
+    from ..compute.cuda_status import resolve_device
 
     if processes == 1:
         return resolve_device(name)

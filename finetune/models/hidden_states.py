@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from ..compute.presence import resolve_device
+from ..compute.cuda_status import resolve_device
 from ..errors import UserError, first_line
 from .anatomy import position_limit
 from .backbone import REFUSED, open_backbone, quiet_transformers

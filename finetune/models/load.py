@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..compute.capabilities import kept_draws
+from ..compute.cuda_status import read_straight_to
 from ..compute.precision import loading_dtype, widen_on_use
-from ..compute.presence import read_straight_to
 from ..config import Precision, Quantization
 from ..errors import UserError, first_line
 from .backbone import REFUSED, Backbone, auto_class, open_backbone, quiet_transformers, refusal

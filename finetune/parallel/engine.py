@@ -34,7 +34,7 @@ from ..compute.attention import without_starts
 from ..compute.capabilities import copied
 from ..compute.dropout import KeyedDropout, Pass
 from ..compute.loss import Head, batch_loss, find_head, head_probe, with_reference
-from ..data.inference import DataShard
+from ..data.eval_batching import DataShard
 from ..errors import UserError
 from ..models.anatomy import position_limit
 from ..models.weight_names import canonical

@@ -45,8 +45,8 @@ def perturbation_bytes(
     Momentum methods and SAM over factors hold the momentum, or the gradient of the first pass, and the factors as they
     were (float32); MGPO's form `code` the momentum and both sides of its rank-2r branch; Bi-LoRA a second adapter with
     its moments and what its A gives; SAM over weights their dense gradient; GGPO and Flat-LoRA both sides of the noise
-    and of the probe columns, and what is known of each row (`flatshift.regularizers.methods.bank`). The others hold
-    nothing.
+    and of the probe columns, and what is known of each row (`flatshift.regularizers.methods.noise_scales`). The others
+    hold nothing.
     """
     rows, columns = (sum(each) for each in zip(*layers, strict=True)) if layers else (0, 0)
     if isinstance(config, MGPO) and config.form == "code":

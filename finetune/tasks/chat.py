@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..data.example import Example, Question
     from ..data.rows import Row
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Evaluator
+    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..data.labels import Units
     from ..data.rows import Row
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Evaluator
+    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)

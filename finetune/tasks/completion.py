@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Evaluator
+    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)

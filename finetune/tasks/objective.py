@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Evaluator
+    from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class Objective:
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
         """Figures of a model on encoded examples, each `{value, low, high, n}`; see
-        `flatshift.finetune.evaluate.judge.evaluate`.
+        `flatshift.finetune.evaluate.evaluator.evaluate`.
 
         Raises:
             UserError: answers that do not fit the backbone.

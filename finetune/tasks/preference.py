@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..data.rows import Row
     from ..data.template import Template
     from ..evaluate.bootstrap import Interval
-    from ..evaluate.judge import Evaluator
+    from ..evaluate.evaluator import Evaluator
 
 _BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0}
 _OWN = {

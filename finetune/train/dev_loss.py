@@ -14,8 +14,8 @@ from ..evaluate.preference import quick_figures, score_answers
 from .deferred_metrics import read
 
 if TYPE_CHECKING:
+    from ..data.eval_batching import EvalBatching
     from ..data.example import Example
-    from ..data.inference import EvalBatching
     from ..parallel.engine import Engine
     from ..tasks import Task
 

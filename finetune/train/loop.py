@@ -24,10 +24,10 @@ from ..compute import attention
 from ..compute.fused_loss import with_kernel
 from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
 from ..compute.precision import autocast, float32_products, read_precision
-from ..data.inference import EvalBatching
+from ..data.eval_batching import EvalBatching
 from ..digests import DONE, FILES, adapter_sums
 from ..errors import Interrupted
-from ..evaluate.judge import evaluate
+from ..evaluate.evaluator import evaluate
 from ..evaluate.metrics import metric_of
 from ..figures import rate_text
 from ..launch import watchdog
@@ -40,14 +40,14 @@ from .checkpointer import Checkpointer, clone
 from .data_order import batch_index
 from .deferred_metrics import MetricsBuffer, MetricsRow, read
 from .dev_loss import dev_figures
+from .divergence import Diverged as Diverged  # is told of by its users under this module's name
+from .divergence import DivergenceGuard, RejectedUpdate, UpdateRejected
 from .loss_scale import LossScale
 from .optimizer import AdapterOptimizer, GaussNewton
 from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import UpdateMeter
 from .prefetch import with_prefetch
 from .schedule import Schedule
-from .spikes import Diverged as Diverged  # is told of by its users under this module's name
-from .spikes import DivergenceGuard, RejectedUpdate, UpdateRejected
 from .stage import ForwardBackward, check_best, check_length, ended, judged_apart
 from .stage import StageResult as StageResult  # users know these by this module's name
 from .stage import TrainingStage as TrainingStage
@@ -123,7 +123,7 @@ class _Loop:
     def __init__(
         self, engine: Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage, shortage: OutOfMemoryHandler
     ) -> None:
-        from ..evaluate.leaks import check_packing_isolation
+        from ..evaluate.packing_check import check_packing_isolation
 
         train, batches = stage.train, stage.batches
         self.engine, self.stage, self.train, self.regularizer = engine, stage, train, stage.regularizer

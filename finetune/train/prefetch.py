@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..compute.attention import as_mask, starts
-from ..compute.presence import is_cuda
+from ..compute.cuda_status import is_cuda
 from ..config import Train
 from ..data.micro_batch import MicroBatch
-from ..evaluate.leaks import rows_apart
+from ..evaluate.packing_check import rows_apart
 
 if TYPE_CHECKING:
     from ..parallel.engine import Engine

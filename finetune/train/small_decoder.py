@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from ..config import Optimizer, check_bounds
+from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
-from ..data.inference import EvalBatching
 from ..errors import UserError
 from ..evaluate.generation import padded
 from ..evaluate.perplexity import document_nats

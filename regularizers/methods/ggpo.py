@@ -27,9 +27,9 @@ from flatshift.regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
 from flatshift.regularizers.layers.sites import find_lora_sites, refuse_none
 from flatshift.regularizers.mesh import ALONE, Placement
 from flatshift.regularizers.methods import checks
-from flatshift.regularizers.methods.bank import FIGURES, NoiseScales
 from flatshift.regularizers.methods.checks import mark_hooked, release
 from flatshift.regularizers.methods.guidance import scheduled_sigma
+from flatshift.regularizers.methods.noise_scales import FIGURES, NoiseScales
 from flatshift.regularizers.methods.samples import Batches
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.sparse import csr_matrix
 
 from flatshift.selection.hygiene import config
-from flatshift.selection.hygiene.crowds import DuplicateClusters, Groups, leaders
+from flatshift.selection.hygiene.duplicate_clusters import DuplicateClusters, Groups, leaders
 from flatshift.selection.hygiene.external_sort import Keyed
 from flatshift.selection.hygiene.minhash import MinHasher, band_keys, bands_for
 from flatshift.selection.hygiene.shingles import Shingler, mix

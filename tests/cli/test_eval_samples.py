@@ -11,7 +11,7 @@ import pytest
 from flatshift.cli import run
 from flatshift.experiments.workflows import samples
 from flatshift.experiments.workflows.samples import Kept, Sampling, figures_of, write_samples
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.evaluate.sandbox import refuse_unless_contained
 from flatshift.finetune.tasks import LanguageModel
 from tests.cli.test_eval_side_by_side import trained

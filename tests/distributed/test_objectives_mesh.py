@@ -29,10 +29,10 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     from flatshift.finetune.config import Adapter, Evaluate, Train
     from flatshift.finetune.data.batches import Batches
     from flatshift.finetune.data.encoding import encode
-    from flatshift.finetune.data.inference import EvalBatching
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.data.labels import Units, fold_units
     from flatshift.finetune.data.masking import Masking
-    from flatshift.finetune.evaluate.judge import evaluate
+    from flatshift.finetune.evaluate.evaluator import evaluate
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import Classify, MaskedLM, Regress

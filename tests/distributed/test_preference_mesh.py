@@ -25,9 +25,9 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients and figures of a few updates on `mesh`, on every rank."""
     from flatshift.finetune.config import Adapter, Evaluate, Train
     from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.data.example import IGNORE, Example
-    from flatshift.finetune.data.inference import EvalBatching
-    from flatshift.finetune.evaluate.judge import evaluate
+    from flatshift.finetune.evaluate.evaluator import evaluate
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.tasks import Preference

@@ -14,11 +14,11 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.labels import Units
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.evaluate.answers import chrf, generate_answers
-from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.multilabel import Sets, average_precision, f1_macro, f1_micro, judge_sets
 from flatshift.finetune.evaluate.regression import judge_numbers, mae, pearson, rmse, spearman
 from flatshift.finetune.models.backbone import open_backbone

@@ -10,7 +10,7 @@ from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.leaks import check_packing_isolation
+from flatshift.finetune.evaluate.packing_check import check_packing_isolation
 from flatshift.finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, text_rows, tiny_model
 

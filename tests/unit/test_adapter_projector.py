@@ -23,8 +23,8 @@ from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, re
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles
 from flatshift.finetune.data.columns import Examples
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import ranking
 from flatshift.finetune.evaluate.generation import context_overflow

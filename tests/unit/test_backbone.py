@@ -12,7 +12,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.compute.numerics import uses_dropout
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.fingerprint import checksum

@@ -9,11 +9,11 @@ from transformers import PreTrainedConfig
 from flatshift.finetune.config import Evaluate
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers
-from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.perplexity import document_nats
 from flatshift.finetune.tasks import Chat
 from tests.chat_models import CONVERSATIONS, chat_tokenizer

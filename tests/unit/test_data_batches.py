@@ -10,8 +10,8 @@ import torch
 
 from flatshift.finetune.data.batches import Batches, pack_order
 from flatshift.finetune.data.encoding import IGNORE, encode
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel, panel_spans
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel

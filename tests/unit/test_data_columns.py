@@ -14,8 +14,8 @@ from flatshift.finetune import cache_directory
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.token_cache import TokenCache
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq

@@ -9,7 +9,7 @@ from flatshift.finetune.config import Projector
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Completion, LanguageModel
 from tests.data_models import byte_tokenizer, row

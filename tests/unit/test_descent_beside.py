@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, ttest_rel
 
 from flatshift.experiments.statistics import Curve, compare_curves
-from flatshift.experiments.statistics.beside import height_at
+from flatshift.experiments.statistics.curve_comparison import height_at
 from flatshift.experiments.statistics.pairs import rises_and_falls
 from flatshift.finetune.errors import UserError
 

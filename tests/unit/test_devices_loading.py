@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatshift.finetune.compute import presence
+from flatshift.finetune.compute import cuda_status
 from flatshift.finetune.models import load as loading
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, LanguageModel
@@ -14,9 +14,9 @@ from tests.finetune_models import save_backbone
 
 def test_a_cpu_is_told_nothing():
     for device in ("cpu", "meta"):
-        assert presence.read_straight_to(torch.device(device)) == {}
+        assert cuda_status.read_straight_to(torch.device(device)) == {}
     device = torch.device("cuda", 1)
-    assert presence.read_straight_to(device) == {"device_map": {"": device}}
+    assert cuda_status.read_straight_to(device) == {"device_map": {"": device}}
 
 
 @pytest.mark.parametrize(

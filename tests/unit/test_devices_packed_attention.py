@@ -15,8 +15,8 @@ from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate import leaks
-from flatshift.finetune.evaluate.leaks import check_packing_isolation, rows_apart
+from flatshift.finetune.evaluate import packing_check
+from flatshift.finetune.evaluate.packing_check import check_packing_isolation, rows_apart
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.tasks import Completion, LanguageModel
@@ -62,7 +62,7 @@ def absent(*args, **how):
 def on_cuda(monkeypatch):
     """The CPU taken for a capable CUDA device."""
     monkeypatch.setattr(
-        leaks, "flash_attention_problem", lambda engine, train, device: attention._unsuited(engine, train)
+        packing_check, "flash_attention_problem", lambda engine, train, device: attention._unsuited(engine, train)
     )
 
 

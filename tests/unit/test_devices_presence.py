@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flatshift.experiments.workflows import doctor as doctor_module
-from flatshift.finetune.compute import presence
-from flatshift.finetune.compute.presence import CudaStatus, absence, missing, resolve_device
+from flatshift.finetune.compute import cuda_status
+from flatshift.finetune.compute.cuda_status import CudaStatus, absence, missing, resolve_device
 from flatshift.finetune.errors import UserError
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.transport import sinkhorn_potentials
@@ -74,7 +74,7 @@ def test_a_run_and_a_selection_say_it(monkeypatch):
     with pytest.raises(UserError, match=r"^train\.device: cuda:5: "):
         resolve_device("cuda:5")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(presence, "has_driver", lambda: True)
+    monkeypatch.setattr(cuda_status, "has_driver", lambda: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES='' hides every CUDA device"):
         resolve_device("cuda")
@@ -97,7 +97,7 @@ def test_doctor_says_the_same(monkeypatch, case, group):
     if torch.cuda.is_available():
         pytest.skip("a CUDA device is here")
     found, _ = CASES[case]
-    monkeypatch.setattr(presence, "probe_cuda", lambda: found)
+    monkeypatch.setattr(cuda_status, "probe_cuda", lambda: found)
     groups: dict[str, list[dict[str, str]]] = {"problems": [], "notes": []}
     doctor_module.devices(groups["problems"], groups["notes"])
     reason = absence(found)
@@ -107,18 +107,18 @@ def test_doctor_says_the_same(monkeypatch, case, group):
 
 
 def test_a_driver_is_found_by_any_of_its_traces(monkeypatch, tmp_path):
-    monkeypatch.setattr(presence, "_PROC", tmp_path)
-    monkeypatch.setattr(presence, "_LIBRARY", "libno-such-driver.so.1")
+    monkeypatch.setattr(cuda_status, "_PROC", tmp_path)
+    monkeypatch.setattr(cuda_status, "_LIBRARY", "libno-such-driver.so.1")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not presence.has_driver()
+    assert not cuda_status.has_driver()
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\n")
     tool.chmod(0o755)
-    assert presence.has_driver()
+    assert cuda_status.has_driver()
     tool.unlink()
     (tmp_path / "driver/nvidia").mkdir(parents=True)
     (tmp_path / "driver/nvidia/version").write_text("NVRM")
-    assert presence.has_driver()
-    monkeypatch.setattr(presence, "_PROC", tmp_path / "nothing")
-    monkeypatch.setattr(presence, "_LIBRARY", "libc.so.6")
-    assert presence.has_driver()
+    assert cuda_status.has_driver()
+    monkeypatch.setattr(cuda_status, "_PROC", tmp_path / "nothing")
+    monkeypatch.setattr(cuda_status, "_LIBRARY", "libc.so.6")
+    assert cuda_status.has_driver()

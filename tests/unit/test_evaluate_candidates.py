@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatshift.experiments.workflows.few_shot import FewShot, mcnemar, rank_rows, read_prompt
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import candidates
 from flatshift.finetune.evaluate.candidates import cut, score

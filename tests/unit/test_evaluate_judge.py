@@ -11,11 +11,11 @@ import torch
 
 from flatshift.finetune.config import Evaluate
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import ranking
 from flatshift.finetune.evaluate.answers import generate_answers
-from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.perplexity import document_nats, token_nats
 from flatshift.finetune.evaluate.ranking import rank_choices
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel
@@ -123,7 +123,7 @@ def test_exact_match_compares_the_whole_stripped_answer(monkeypatch):
     task = Completion(prompt="{text}", completion=" {label}\n", score="generate", max_new_tokens=4)
     rows = [row(i, text="the cat", label=label) for i, label in enumerate(["good", "bad", "good", "goo"])]
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=32).examples
-    monkeypatch.setattr("flatshift.finetune.evaluate.judge.generate_answers", lambda *a, **k: ["good"] * 4)
+    monkeypatch.setattr("flatshift.finetune.evaluate.evaluator.generate_answers", lambda *a, **k: ["good"] * 4)
     figures = evaluate(model, TOKENIZER, examples, task=task, config=CONFIG)
     assert figures["exact_match"]["value"] == 0.5 and figures["exact_match"]["n"] == 4
     with pytest.raises(UserError, match=r"do not fit the backbone's 40 positions"):

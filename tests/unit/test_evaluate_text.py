@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import text
 from flatshift.finetune.evaluate.bootstrap import group_interval

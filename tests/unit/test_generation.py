@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.data.encoding import IGNORE, encode, end_token
+from flatshift.finetune.data.eval_batching import DataShard, EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import DataShard, EvalBatching
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers, prompt_of
 from flatshift.finetune.evaluate.generation import Decoding, _drawing, continue_prompts

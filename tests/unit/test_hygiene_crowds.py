@@ -14,12 +14,12 @@ from flatshift.selection.hygiene import (
     NearDuplicates,
     Reference,
     clean,
-    crowds,
+    duplicate_clusters,
     duplicates,
     external_sort,
     store,
 )
-from flatshift.selection.hygiene.crowds import DuplicateClusters, Groups, leaders
+from flatshift.selection.hygiene.duplicate_clusters import DuplicateClusters, Groups, leaders
 from flatshift.selection.hygiene.external_sort import sort_keys
 from flatshift.selection.hygiene.store import Growing
 
@@ -101,8 +101,8 @@ def test_crowds_are_those_of_a_dictionary(kinds: int, held: int, block: int) -> 
 def test_pairs_join_what_is_similar_and_those_left_out_are_counted(
     piece: int, window: int, held: int, block: int, monkeypatch
 ) -> None:
-    monkeypatch.setattr(crowds, "PIECE", piece)
-    monkeypatch.setattr(crowds, "WINDOW", window)
+    monkeypatch.setattr(duplicate_clusters, "PIECE", piece)
+    monkeypatch.setattr(duplicate_clusters, "WINDOW", window)
     for seed in range(6):
         draw = random.Random(seed)
         kind = [draw.randrange(20) for _ in range(120)]  # rows of one kind are similar
@@ -178,7 +178,7 @@ def test_a_limit_that_forces_everything_onto_the_disk_changes_no_bit(monkeypatch
     whole = clean(texts, settings, references=references)
     monkeypatch.setattr(Growing.__init__, "__defaults__", (1 << 8,))
     monkeypatch.setattr(store, "_BLOCK", 90)
-    monkeypatch.setattr(crowds, "PIECE", 70)
+    monkeypatch.setattr(duplicate_clusters, "PIECE", 70)
     monkeypatch.setattr(external_sort, "_ROW_BYTES", (1 << 27) // 100)  # runs of a hundred keys
     spilled = clean(texts, Hygiene(**{**vars(settings), "memory_gib": 0.25}), references=references)
     for name in ("rule", "value", "match"):
@@ -193,7 +193,7 @@ def test_a_limit_that_forces_everything_onto_the_disk_changes_no_bit(monkeypatch
 def test_memory_does_not_grow_with_the_pool(monkeypatch) -> None:
     monkeypatch.setattr(Growing.__init__, "__defaults__", (1 << 10,))
     monkeypatch.setattr(store, "_BLOCK", 256)
-    monkeypatch.setattr(crowds, "PIECE", 256)
+    monkeypatch.setattr(duplicate_clusters, "PIECE", 256)
     monkeypatch.setattr(external_sort, "_ROW_BYTES", (1 << 27) // 256)
     monkeypatch.setattr(duplicates, "_BATCH", 1 << 12)
     monkeypatch.setattr(duplicates, "Growing", lambda dtype, limit=0: Growing(dtype))

@@ -11,7 +11,7 @@ import pytest
 
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.hygiene import NearDuplicates as Settings
-from flatshift.selection.hygiene import crowds, duplicates
+from flatshift.selection.hygiene import duplicate_clusters, duplicates
 from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
 from flatshift.selection.hygiene.minhash import MinHasher, bands_for
 from flatshift.selection.hygiene.shingles import Shingler
@@ -263,7 +263,7 @@ def test_a_chain_joins_texts_that_are_not_similar_themselves() -> None:
 
 def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -> None:
     """All texts share their band keys (one band of one row that is always the same), but few are similar."""
-    monkeypatch.setattr(crowds, "WINDOW", 16)
+    monkeypatch.setattr(duplicate_clusters, "WINDOW", 16)
     monkeypatch.setattr(
         duplicates, "band_keys", lambda signatures, bands, rows: np.zeros((bands, signatures.shape[1]), np.uint64)
     )
@@ -273,7 +273,7 @@ def test_a_crowd_is_compared_within_a_window_and_the_rest_counted(monkeypatch) -
     assert finder.bands == 1
     assert first[40] == 0, "the first of the crowd is compared with every row"
     assert first[41] == 25, "within the window"
-    reach = [(i, j) for j in range(42) for i in range(j) if i == 0 or j - i <= crowds.WINDOW]
+    reach = [(i, j) for j in range(42) for i in range(j) if i == 0 or j - i <= duplicate_clusters.WINDOW]
     label = first.tolist()
     apart = sum(label[i] != label[j] for j in range(42) for i in range(j))
     assert finder.diagnostics["left_out"] == apart - sum(label[i] != label[j] for i, j in reach)

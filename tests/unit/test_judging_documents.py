@@ -12,8 +12,8 @@ import torch
 from flatshift.finetune.compute import attention
 from flatshift.finetune.compute.attention import BLOCK, attend, blocked
 from flatshift.finetune.compute.numerics import bf16_instructions
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.evaluate.perplexity import document_nats
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import LanguageModel

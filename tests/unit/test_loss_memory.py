@@ -14,8 +14,8 @@ from flatshift.finetune.compute import loss as loss_module
 from flatshift.finetune.compute.loss import batch_loss, find_head, head_probe
 from flatshift.finetune.compute.numerics import evaluating
 from flatshift.finetune.config import Adapter
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.evaluate import perplexity
 from flatshift.finetune.evaluate.perplexity import document_nats
 from flatshift.finetune.models.load import load_backbone

@@ -15,11 +15,11 @@ from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.labels import Units
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.errors import Interrupted, UserError
-from flatshift.finetune.evaluate.judge import head_scores
+from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import METRICS, RunDirectory, read_metrics
 from flatshift.finetune.stacked.host import Host

@@ -13,8 +13,8 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import find_head
 from flatshift.finetune.config import Adapter, Optimizer, Record
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
-from flatshift.finetune.data.inference import EvalBatching
 from flatshift.finetune.data.noise import foreign_answers, shuffled_examples
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone

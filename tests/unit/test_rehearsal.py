@@ -101,8 +101,8 @@ def test_a_scaled_loss_is_looked_at_once_an_update():
 
 @pytest.mark.parametrize("on", ["meta", pytest.param("cuda", marks=FAKE)])
 def test_generation_and_judging_stay_on_the_device(on):
-    from flatshift.finetune.data.inference import EvalBatching
-    from flatshift.finetune.evaluate.judge import head_scores
+    from flatshift.finetune.data.eval_batching import EvalBatching
+    from flatshift.finetune.evaluate.evaluator import head_scores
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.train.trace.examples import per_example
 

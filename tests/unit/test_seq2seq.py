@@ -16,11 +16,11 @@ from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.answers import generate_answers
-from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.evaluate.perplexity import document_nats
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone

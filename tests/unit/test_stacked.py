@@ -416,8 +416,8 @@ def test_a_stack_that_falls_apart_says_why_in_every_cells_result(tmp_path, monke
     def train(*group):
         raise NotStackable("a layer is odd")
 
-    def train_cell(directory, member, recipe, *, prepared, lay_out):
-        lay_out(recipe, recipe.task, None)
+    def train_cell(directory, member, recipe, *, prepared, load_model):
+        load_model(recipe, recipe.task, None)
         raise AssertionError("its stage is closed")
 
     def run_cell(directory, member, threads, *, alone):

@@ -23,11 +23,11 @@ from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
 from flatshift.finetune.data.batches import Batches
 from flatshift.finetune.data.chat.template import template_text
 from flatshift.finetune.data.encoding import encode
-from flatshift.finetune.data.inference import EvalBatching
+from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.judge import evaluate
+from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.rules import Settings, check_settings

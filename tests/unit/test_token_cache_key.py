@@ -22,7 +22,7 @@ APART = {
     "flatshift.finetune.models.meta": "which layer answers a regression: the layer is in the key",
     "flatshift.finetune.evaluate.bootstrap": "what a model is judged by, once rows are made",
     "flatshift.finetune.evaluate.metrics": "what a model is judged by, once rows are made",
-    "flatshift.finetune.evaluate.judge": "what a model is judged by, once rows are made",
+    "flatshift.finetune.evaluate.evaluator": "what a model is judged by, once rows are made",
     "flatshift.finetune.evaluate.multilabel": "what a model is judged by, once rows are made",
     "flatshift.finetune.evaluate.preference": "what a model is judged by, once rows are made",
     "flatshift.finetune.evaluate.regression": "what a model is judged by, once rows are made",

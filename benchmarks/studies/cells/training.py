@@ -59,7 +59,7 @@ def _pristine(
     dropout: float | None,
     device: str,
 ) -> Any:
-    from flatshift.finetune.compute.presence import resolve_device
+    from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.load import load_backbone
 
     return load_backbone(
@@ -136,9 +136,9 @@ def judge_examples(
 ) -> tuple[dict[str, float], Any]:
     """Figures on the judged rows, and each item's part: right or wrong as one text of 1 and 0, or [nats, tokens]."""
     from flatshift.finetune.compute.numerics import evaluating
-    from flatshift.finetune.data.inference import EvalBatching
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.classes import judge_classes
-    from flatshift.finetune.evaluate.judge import head_scores
+    from flatshift.finetune.evaluate.evaluator import head_scores
     from flatshift.finetune.evaluate.perplexity import document_nats
 
     inference = EvalBatching.of(tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device)

@@ -12,8 +12,8 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Table
 from flatshift.experiments.results.analysis import Analysis, Direction, Judged, compared
 from flatshift.experiments.results.sweep import SweepData
-from flatshift.experiments.statistics.beside import CurveComparison
 from flatshift.experiments.statistics.curve import Curve
+from flatshift.experiments.statistics.curve_comparison import CurveComparison
 from flatshift.experiments.statistics.emc import Crossing, emc_from_curve
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, PeakTest
 from flatshift.finetune.errors import UserError

@@ -58,8 +58,8 @@ class Measures:
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
     """Right (1) or wrong (0) for every judged row."""
     from flatshift.finetune.compute.numerics import evaluating
-    from flatshift.finetune.data.inference import EvalBatching
-    from flatshift.finetune.evaluate.judge import head_scores
+    from flatshift.finetune.data.eval_batching import EvalBatching
+    from flatshift.finetune.evaluate.evaluator import head_scores
 
     with evaluating(engine.judged):
         _, logits = head_scores(
@@ -79,7 +79,7 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     from flatshift.finetune.compute.loss import batch_loss, with_reference
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.compute.precision import autocast
-    from flatshift.finetune.data.inference import EvalBatching
+    from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.regularizers.sharpness import FullSpace, Objective, expected_rise
 
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]

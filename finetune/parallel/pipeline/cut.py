@@ -19,11 +19,11 @@ from ...models.anatomy import Anatomy
 from ...models.families import Stack
 from ...models.weight_names import canonical
 from ..mesh import ProcessMesh
-from .absent import BiasOnly, OtherStageBlock, StageInput, StageOutput
+from .other_stage_block import BiasOnly, OtherStageBlock, StageInput, StageOutput
 from .plan import stages_of, virtual_stages
 from .stage import Parts
 
-__all__ = ["OtherStageBlock", "Costs", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
+__all__ = ["Costs", "OtherStageBlock", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
 
 
 # ------------------------------------------------------------------------------------------------ who gets which blocks

@@ -20,11 +20,11 @@ from ...compute.numerics import evaluating
 from ...config import Mesh
 from ...models.anatomy import Anatomy
 from ..mesh import DATA, ProcessMesh
-from .absent import OtherStageBlock
-from .passing import StageTransport, StandIn
+from .other_stage_block import OtherStageBlock
 from .pieces import cut_micros
 from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
 from .stage import Around, Parts, Stage
+from .stage_transport import StageTransport, StandIn
 
 if TYPE_CHECKING:
     from ...tasks import Task

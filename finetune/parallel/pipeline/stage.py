@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..tensor import borders
-from .absent import StageInput, StageOutput
+from .other_stage_block import StageInput, StageOutput
 
 Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
 """What surrounds the forward pass of (piece, stage): randomness and precision."""

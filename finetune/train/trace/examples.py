@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...compute.loss import IGNORED, Head, aligned
 from ...compute.numerics import evaluating
+from ...data.eval_batching import EvalBatching
 from ...data.example import Example
-from ...data.inference import EvalBatching
 from ...data.micro_batch import MicroBatch
 from ...models.anatomy import vocabulary_size
 

@@ -17,8 +17,8 @@ import numpy as np
 from ...atomic import write_json
 from ...compute.loss import Head
 from ...config import Record
+from ...data.eval_batching import EvalBatching
 from ...data.example import Example
-from ...data.inference import EvalBatching
 from ...data.micro_batch import MicroBatch
 from ...data.rows import limit_rows
 from ...errors import UserError

@@ -11,8 +11,8 @@ import torch
 
 from ..compute.numerics import evaluating
 from ..config import Evaluate
+from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example, summed
-from ..data.inference import EvalBatching
 from ..errors import UserError
 from .answers import generate_answers
 from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic

@@ -112,8 +112,8 @@ class Adapted:
         """The model of `subject` in evaluation precision; the one before it is no more."""
         from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
         from flatshift.finetune.adapters.offsets import offsets_of
+        from flatshift.finetune.compute.cuda_status import resolve_device
         from flatshift.finetune.compute.precision import adapter_dtype
-        from flatshift.finetune.compute.presence import resolve_device
         from flatshift.finetune.models.load import load_backbone
 
         recipe, train = subject.recipe, subject.recipe.train
