@@ -226,8 +226,8 @@ def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, ba
         world=world,
         label_names=LABELS if task.has_classes else None,
     )
-    first = {name: alive(name, value) for name, value in engine.whole(engine.parameters).items()}
-    engine.put(first, engine.parameters, where="the first values")
+    first = {name: alive(name, value) for name, value in engine.full_tensors(engine.parameters).items()}
+    engine.load_full_tensors(first, engine.parameters, where="the first values")
     return engine
 
 
@@ -291,7 +291,7 @@ def _stage(
                 stop=lambda: len(course.losses) == stop,
             ),
         )
-    engine.settle()
+    engine.reshard()
     course.untouched = course.untouched and frozen_bytes(engine) == before
 
 
@@ -308,7 +308,7 @@ def _watched(engine: Engine, course: Course) -> Iterator[None]:
     def take(bound: float | None) -> Tensor:
         if not course.norms:
             grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
-            course.gradients = {name: grad.clone() for name, grad in engine.whole(grads).items()}
+            course.gradients = {name: grad.clone() for name, grad in engine.full_tensors(grads).items()}
         return clip(bound)
 
     vars(engine)["clip"] = take

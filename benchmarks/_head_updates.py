@@ -102,7 +102,7 @@ def error_after(updates: Updates, head: Head, seed: int) -> float:
     for step in range(updates.steps):
         with regularizer.step(step) as passes:
             for _ in passes:
-                regularizer.micro(0)
+                regularizer.on_micro_batch(0)
                 logits = model(features)
                 if updates.loss == "squared":
                     loss = (logits - hot).square().sum(1).mean()
@@ -111,7 +111,7 @@ def error_after(updates: Updates, head: Head, seed: int) -> float:
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        regularizer.updated(optimizer.param_groups[0]["lr"])
+        regularizer.after_optimizer_step(optimizer.param_groups[0]["lr"])
     regularizer.detach()
     return head.share_wrong()
 

@@ -192,7 +192,7 @@ def updates(backbone: str, case: Case) -> Callable[[int], None]:
             if not head:
                 with autocast(train, device):
                     head.append(engine.find_head(batch[0].inputs, task=task))
-                engine.settle()
+                engine.reshard()
             count = case.rows * pieces * (case.tokens - 1)
             engine.forward_backward(batch, count, task=task, head=head[0], context=lambda _: autocast(train, device))
         engine.clip(1.0)

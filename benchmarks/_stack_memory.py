@@ -87,7 +87,7 @@ def _has_plain_head(host: Host, train: Train) -> bool:
 def _micro(host: Host, rows: int, tokens: int) -> MicroBatch:
     """Rows of one token over and over."""
     ids = torch.zeros(rows, tokens, dtype=torch.long)
-    labels = host.task.blank_labels(rows, host.backbone.config.num_labels or 0) if host.task.by_example else ids
+    labels = host.task.blank_labels(rows, host.backbone.config.num_labels or 0) if host.task.is_sequence_level else ids
     # two samples a row where they are packed: attention then keeps what a mask makes it keep
     halves = {"position_ids": torch.arange(tokens).remainder(tokens // 2).expand(rows, -1)}
     told = halves if host.task.pack else {"attention_mask": torch.ones_like(ids)}

@@ -148,7 +148,7 @@ def start(resolved: Resolved) -> dict[str, float]:
         train=dataclasses.replace(resolved.recipe.train, precision="fp32"),
     )
     if hasattr(recipe.task, "max_truncated"):  # the study was run before answers that are cut were refused
-        recipe = dataclasses.replace(recipe, task=recipe.task.altered(max_truncated=1.0))
+        recipe = dataclasses.replace(recipe, task=recipe.task.replace(max_truncated=1.0))
     prepared, task = prepare(recipe), recipe.task
     seed = derive(recipe.train.seed, FINE_TUNE)
     with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +158,9 @@ def start(resolved: Resolved) -> dict[str, float]:
     batches = batches_ahead(recipe, prepared.train, prepared.mixture, seed=seed)
     first = [mean_loss(model, batches.at(i), task=task) for i in range(FIRST)]
     optimizer = AdapterOptimizer(parameters, recipe.optimizer)
-    rows = limit_rows(prepared.train, ROWS if task.by_example else DOCUMENTS, seed=derive(recipe.train.seed, "rows"))
+    rows = limit_rows(
+        prepared.train, ROWS if task.is_sequence_level else DOCUMENTS, seed=derive(recipe.train.seed, "rows")
+    )
     pad = int(tokenizer.pad_token_id)
     found = preconditioned_sharpness(
         model,
@@ -170,7 +172,9 @@ def start(resolved: Resolved) -> dict[str, float]:
     each = bits_each(task, len(prepared.label_names) if prepared.label_names else None)
     assert each is not None
     labels = batches.labels(recipe.train.steps)
-    capacity = Capacity.of(parameters, rank=recipe.adapter.rank, labels=labels, each=each, counted=task.counted)
+    capacity = Capacity.of(
+        parameters, rank=recipe.adapter.rank, labels=labels, each=each, counted=task.loss_denominator
+    )
     return {
         "preconditioned": found,
         "threshold": stability_threshold(recipe.optimizer.betas[0]) / found,

@@ -100,7 +100,7 @@ def _stepper(kind: str, model: Any) -> Callable[[int], None]:
         optimizer.step()
         optimizer.zero_grad()
         if kind != PUBLISHED:
-            regularizer.updated(1e-4)
+            regularizer.after_optimizer_step(1e-4)
 
     return step
 

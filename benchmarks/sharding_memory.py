@@ -122,7 +122,7 @@ def _engine(backbone: str, sizes: Sizes, mesh: dict[str, Any], precision: Any) -
         micro = MicroBatch(inputs, labels, sizes.supervised, sizes.rows, tuple((i,) for i in range(sizes.rows)))
         if not head:
             head.append(engine.find_head(inputs, task=task))
-            engine.settle()
+            engine.reshard()
         engine.forward_backward(
             [micro],
             sizes.supervised * engine.share[1],

@@ -113,7 +113,7 @@ def ours(
         return MicroBatch(inputs, labels, rows * (TOKENS - 1), rows, tuple((i,) for i in range(rows)))
 
     head = engine.find_head(micro(0, 0).inputs, task=task)
-    engine.settle()
+    engine.reshard()
 
     def update(step: int) -> None:
         batch = [micro(step, number) for number in range(micros)]

@@ -161,7 +161,7 @@ def count(backbone: str, mesh: dict[str, Any], sizes: dict[str, Any], settings: 
     supervised = s.supervised * len(micros) * world.width("replicate", "dp")
     with autocast(train, engine.device):
         head = engine.find_head(inputs, task=task)
-    engine.settle()
+    engine.reshard()
     # FSDP2 and the pipeline set themselves up in the first update; with GGPO it also is the one with new row norms
     for step in range(1 if guided == 0 else 2):
         with Collectives(world) as seen:

@@ -80,7 +80,7 @@ def _converses(run: Run) -> bool:
     """Whether its model answers prompts."""
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
-    return kind is not None and (made := kind()).writes and not made.documents
+    return kind is not None and (made := kind()).is_generative and not made.documents
 
 
 def _files(recipe: dict[str, Any], split: str) -> list[str]:

@@ -69,7 +69,7 @@ class Placement(Protocol):
         `tensors`: local parts (FSDP2's included), laid out like the trained parameter of their name.
         """
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The whole of each tensor; `tensors` as for `squares`."""
 
     def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
@@ -115,7 +115,7 @@ class Alone:
         norms = [torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64) for tensor in tensors.values()]
         return torch.stack(norms).square()
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -7,10 +7,10 @@ The loop's whole part:
         with regularizer.step(t) as passes:       # every forward and backward of optimizer step t
             for _ in passes:                      # once, or twice for the SAM kind
                 for index, micro in enumerate(batches.at(t)):
-                    regularizer.micro(index)
+                    regularizer.on_micro_batch(index)
                     loss(model, micro).backward()
         clip(); optimizer.step(); optimizer.zero_grad()
-        regularizer.updated(lr)
+        regularizer.after_optimizer_step(lr)
     regularizer.detach()
 
 `passes` may be ignored by a loop that only serves methods with `passes == 1`, and `micro` by one whose regularizer
@@ -91,10 +91,10 @@ class Regularizer(ABC):
         loss (`GradScaler.get_scale()`); gradients are read divided by it, and left as they are.
         """
 
-    def micro(self, index: int) -> None:  # noqa: B027 - most methods draw once per step
+    def on_micro_batch(self, index: int) -> None:  # noqa: B027 - most methods draw once per step
         """Tells that the forward pass of micro-batch `index` (from 0, in every pass) of the step comes next."""
 
-    def updated(self, rate: float) -> None:  # noqa: B027 - most methods leave the update alone
+    def after_optimizer_step(self, rate: float) -> None:  # noqa: B027 - most methods leave the update alone
         """Tells that the optimizer has made its update with the learning rate `rate`; after `step` was left."""
 
     @abstractmethod

@@ -170,7 +170,7 @@ class RegularizerCallback(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
         if not optimizer.step_was_skipped:  # by a loss scaler that met an infinite gradient
-            self.regularizer.updated(float(optimizer.param_groups[0]["lr"]))
+            self.regularizer.after_optimizer_step(float(optimizer.param_groups[0]["lr"]))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.abandon()  # another callback stopped the epoch inside a step
@@ -200,7 +200,7 @@ class RegularizerCallback(TrainerCallback):
 
     def _begin_micro(self, index: int) -> None:
         self.micro_index = index
-        self.regularizer.micro(index)
+        self.regularizer.on_micro_batch(index)
 
     def next_micro(self) -> None:
         """The next micro-batch of a later pass comes next."""

@@ -96,7 +96,7 @@ class RowChecks:
         off = self.settings.control_tokens == "off"
         self._control = None if off else _control_tokens(tokenizer)
         special = (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id)
-        compared = not (task.by_example or task.hides_tokens or tokenizer.unk_token_id in special)
+        compared = not (task.is_sequence_level or task.hides_tokens or tokenizer.unk_token_id in special)
         self._unknown = tokenizer.unk_token_id if compared else None
         self._rows: dict[Split, _Hashes] = {split: _Hashes() for split in SPLITS}
         self._labels: dict[Any, int] = {}
@@ -124,13 +124,13 @@ class RowChecks:
             if self.settings.unread != "off":
                 self._look_for_unread(row, place, part, encoder)
         if self._near is not None:
-            names = self._read if self.task.by_example else self._all
+            names = self._read if self.task.is_sequence_level else self._all
             self._near.add(split, [" ".join(_texts(row, names)) for row in usable])
 
     def _row(self, row: Row, place: Place) -> None:
         read, answers = ([folded(text) for text in _texts(row, names)] for names in (self._read, self._answers))
         held = self._rows[place[0]]
-        held.keys.append(hash(tuple(read) if self.task.by_example else (*read, None, *answers)))
+        held.keys.append(hash(tuple(read) if self.task.is_sequence_level else (*read, None, *answers)))
         held.numbers.append(place[1])
         if self.task.has_classes:
             label = None if row.id in self._wrong else row.values.get("label")
@@ -152,7 +152,7 @@ class RowChecks:
             return False
         prompts = [folded(text) for name in self._prompt if isinstance(text := row.values.get(name), str)]
         pairs = [(prompt, answer) for prompt in prompts for answer in answers]
-        if self.task.converses:
+        if self.task.uses_chat_template:
             turns = [(turn, turn.get("content", turn.get("value"))) for turn in _turns(row.values.get("messages"))]
             pairs += [
                 (folded(before), folded(text))
@@ -163,8 +163,8 @@ class RowChecks:
 
     def _spoken(self, row: Row) -> Iterator[str]:
         """The texts of a row that are supervised."""
-        yield from _texts(row, self._answers if self._answers or self.task.converses else self._read)
-        for turn in _turns(row.values.get("messages")) if self.task.converses else ():
+        yield from _texts(row, self._answers if self._answers or self.task.uses_chat_template else self._read)
+        for turn in _turns(row.values.get("messages")) if self.task.uses_chat_template else ():
             if _speaks(turn):
                 yield from _leaves(turn)
 
@@ -175,7 +175,7 @@ class RowChecks:
         for name in row.record.keys() - self._known[which]:
             if row.record[name] not in _NOTHING:
                 self._unread.setdefault(f"column {shortened(name)!r}", _Tally()).add(place)
-        if not self.task.converses:
+        if not self.task.uses_chat_template:
             return
         lists = [row.values.get(name) for name in self._all if name != "tools"]
         turns = (turn for value in lists for turn in _turns(value))

@@ -122,7 +122,7 @@ def encode_rows(
             overlong = recipe.train.overlong
             settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
             # of a few rows to evaluate by, one long answer would be more than any share
-            own = task if split == "train" else task.lenient()
+            own = task if split == "train" else task.without_limits()
             encoders[split, part] = own.encoder(tokenizer, recipe.train.max_length, **settings)
         encoded = encoders[split, part].add(chunk)
         losses.setdefault((split, part), TruncationCounts(_called(recipe, split, part, what))).add(encoded)

@@ -186,7 +186,7 @@ def supply(batches: Batches, mixture: Mixture | None, steps: int) -> list[dict[s
     counts = batches.samples.counts(drawn)
     told = []
     for i, (name, share, size) in enumerate(zip(mixture.names, shares_of(mixture), mixture.sizes, strict=True)):
-        if name in mixture.strict and batches.comes_again(steps, i):
+        if name in mixture.strict and batches.repeats_source(steps, i):
             raise UserError(
                 f"data.train.sources.{name}: its {size:,} samples are over before the {steps:,} steps are, which take "
                 f"{int(counts[i]):,}; give more rows, a smaller weight or fewer steps, or set when_over: repeat"
@@ -249,7 +249,7 @@ def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
 def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
     """Refuse rows of a split that a head over an encoder-decoder does not take in one batch: those that differ in their
     number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
-    if not recipe.task.by_example:
+    if not recipe.task.is_sequence_level:
         return
     from flatshift.finetune.models.backbone import open_backbone
 

@@ -173,7 +173,7 @@ def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
     """`resolved` with the shipped template for base models in place of `task.template: auto` where the backbone's
     tokenizer has none, and where that comes from; says which is in use."""
     recipe, name = resolved.recipe, resolved.recipe.task.template
-    if not recipe.task.converses:
+    if not recipe.task.uses_chat_template:
         return resolved
     from flatshift.finetune.data.chat.template import AUTO, resolved_template, template_line
     from flatshift.finetune.models.backbone import open_backbone
@@ -187,7 +187,7 @@ def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
         return resolved
     found = resolved_template(name, tokenizer)
     origin = "auto: the tokenizer's own" if found == AUTO else "auto: the tokenizer has none"
-    recipe = dataclasses.replace(recipe, task=recipe.task.altered(template=found))
+    recipe = dataclasses.replace(recipe, task=recipe.task.replace(template=found))
     return Resolved(recipe, resolved.name, {**resolved.origins, "task.template": origin})
 
 

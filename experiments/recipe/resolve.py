@@ -346,7 +346,7 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     )
     task = recipe.task
     if names_file(recipe):
-        task = task.altered(template=_absolute(task.template))
+        task = task.replace(template=_absolute(task.template))
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 
@@ -517,7 +517,7 @@ def with_own_template(run: Path, recipe: Recipe) -> Recipe:
     """
     task, file = recipe.task, run / "manifest.json"
     if names_file(recipe) and (run / COPY).is_file():
-        task = task.altered(template=str((run / COPY).absolute()))
+        task = task.replace(template=str((run / COPY).absolute()))
     noted = read_object(file).get("chat_template") if file.is_file() else None
     if noted is not None and (now := task.template_record()) is not None and now["sha256"] != noted["sha256"]:
         raise UserError(f"task.template: {task.template} changed since the run began; restore it or train anew")

@@ -109,7 +109,7 @@ class Leases:
                 path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def alone(self, name: str, *, waits: Callable[[str], None]) -> Iterator[None]:
+    def exclusive(self, name: str, *, waits: Callable[[str], None]) -> Iterator[None]:
         """Hold `name`, waiting as long as another does; `waits` is told once who that is."""
         told = False
         while not self.take(name):

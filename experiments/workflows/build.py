@@ -314,7 +314,7 @@ def text_perplexity(
     """
     task, watch = task or warm_up_task(recipe)[0], watch or Console(quiet=True).evaluating
     if task.pack:
-        task = task.altered(pack=False)
+        task = task.replace(pack=False)
     rows = read_splits(recipe)
     splits = {name: split for name, split in (("dev", rows.dev), ("test", rows.test)) if split and name in only}
     if not splits:

@@ -70,7 +70,7 @@ class WritingRuns:
     def check_system(self) -> None:
         """Raise UserError unless every run was trained on conversations, where a system turn has a place."""
         for name, subject in self._subjects.items():
-            if not subject.recipe.task.converses:
+            if not subject.recipe.task.uses_chat_template:
                 raise UserError(
                     f"--system: {name} was not trained on conversations and reads no system turn; leave it out"
                 )
@@ -155,7 +155,7 @@ def _question(task: Any, asked: str | Sequence[Message], tokenizer: Any, *, raw:
             raise UserError("a message is not valid Unicode; write it in UTF-8")
     if not turns or turns[-1]["role"] != "user":
         raise UserError("the last message must be the user's: there is nothing to answer")
-    if raw or not task.converses:
+    if raw or not task.uses_chat_template:
         (question,) = task.ask_texts([turns[-1]["content"]], tokenizer, raw=raw)
     else:
         (question,), _ = task.ask(

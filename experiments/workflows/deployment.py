@@ -185,7 +185,7 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
 
 def _writes_its_own(recipe: Recipe) -> bool:
     """Whether a template writes the special tokens of a prompt."""
-    return recipe.task.converses
+    return recipe.task.uses_chat_template
 
 
 def _plain_lora(adapter: Path) -> bool:

@@ -70,7 +70,7 @@ def subjects_of(
         if runs:
             like = beside or next(iter(runs))
             recipe = dataclasses.replace(runs[like], backbone=runs[like].backbone if beside else name)
-            if recipe.task.by_example:
+            if recipe.task.is_sequence_level:
                 raise UserError(
                     f"{name}: the head of task.kind: {recipe.task.kind} is trained with the adapter, so a bare "
                     "backbone has none to be judged by; name runs only"
@@ -86,7 +86,7 @@ def subjects_of(
             tree = merge(tree, one)
         recipe = alone(build(Recipe, tree))
         recipe = resolve_auto(Resolved(recipe, name, {}), say=console.say).recipe
-        if recipe.task.by_example:
+        if recipe.task.is_sequence_level:
             raise UserError(
                 f"{name}: a bare backbone has no head for task.kind: {recipe.task.kind}; take language-model"
             )

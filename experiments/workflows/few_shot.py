@@ -251,7 +251,8 @@ def _put(shots: Sequence[str], before: str, said: str, after: str, asked: FewSho
 
 
 def _sums(
-    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int], inference: EvalBatching,
+    model: Any, tokenizer: Any, texts: Sequence[list[tuple[str, str, str]]], begin: Sequence[int],
+    inference: EvalBatching,
     *, label: bool = False,
 ) -> list[NDArray[np.float64]]:  # fmt: skip
     """Log-likelihoods of texts, each of which is scored once however often it occurs."""

@@ -118,7 +118,7 @@ def expected(
                 count += len(logits)
         save_file(tensors, work / "asked.safetensors")
         del tensors
-        reference = [] if not recipe.task.writes else _reference(exact, model, tokenizer, rows, ends, memory)
+        reference = [] if not recipe.task.is_generative else _reference(exact, model, tokenizer, rows, ends, memory)
         del model
         gc.collect()  # hooks make cycles of it, and the folder's model comes next
         yield Expected(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
@@ -148,11 +148,11 @@ def compare(
     task = recipe.task
     backbone = open_backbone(recipe.backbone)
     classes = None
-    if task.has_classes and task.by_example and not adapter:
+    if task.has_classes and task.is_sequence_level and not adapter:
         classes = "one" if task.one_class else "several"
     kind, options = auto_class(task, num_labels=None, label_names=labels)
     own = {name: value for name, value in options.items() if name == "num_labels"} if adapter else {}
-    if adapter and task.by_example:
+    if adapter and task.is_sequence_level:
         own |= {"num_labels": len(labels) if labels else 1, "ignore_mismatched_sizes": True}
         own["pad_token_id"] = backbone.tokenizer.pad_token_id
     asked = {
@@ -262,7 +262,7 @@ def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> l
     """Of a head's rows one padded batch, as its users make them; of others the first tokens of each row."""
     examples = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
     task = recipe.task
-    if task.by_example:
+    if task.is_sequence_level:
         return [next(EvalBatching(len(examples), tokenizer.pad_token_id).batches(examples, task)).inputs]
     batches = [next(EvalBatching(1, tokenizer.pad_token_id).batches([one], task)).inputs for one in examples]
     return [{name: tensor[:, :_TOKENS] for name, tensor in batch.items()} for batch in batches]
@@ -316,7 +316,9 @@ def _reference(
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), **more).logits[0, -1]
             likeliest = torch.log_softmax(logits.float(), -1).topk(_LIKELIEST)
             pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-            found.append({"text": one.text, "whole": not task.converses, "ids": list(one.ids), "next": dict(pairs)})
+            found.append(
+                {"text": one.text, "whole": not task.uses_chat_template, "ids": list(one.ids), "next": dict(pairs)}
+            )
     most = _ANSWER if memory is None else _STREAMED_ANSWER
     roomy = [k for k, one in enumerate(questions) if context_overflow(model, one.ids, most, apart=bool(start)) is None][
         :2

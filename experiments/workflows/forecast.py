@@ -79,7 +79,7 @@ def check(recipe: Recipe) -> None:
     """Raise UserError for what no linear model stands for."""
     task, adapter = recipe.task, recipe.adapter
     wrong = {
-        f"task.kind: {task.called} has no fixed set of outputs; take classify or regress": not task.by_example
+        f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": not task.is_sequence_level
         or task.multi,
         "adapter.dora is no linear update, even at its start; set adapter.dora: false": adapter.dora,
         "adapter.soft_tokens are no linear layer; leave them out for LoRA": adapter.soft_tokens is not None,

@@ -158,7 +158,7 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, say: Callab
     engine.world.wait()
     tensors = read_adapter(directory)
     heads = sorted(tensors.keys() - lora_only(tensors).keys())
-    shapes = {name: tuple(tensor.shape) for name, tensor in engine.whole(engine.parameters).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in engine.full_tensors(engine.parameters).items()}
     fits = bool(heads) and all(shapes.get(name) == tuple(tensors[name].shape) for name in heads)
     if fits and any(".lora_" not in name and name not in tensors for name in shapes):
         fits = False

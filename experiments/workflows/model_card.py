@@ -360,7 +360,7 @@ def _python(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: 
         *(f"{name} = {expression}" for name, expression in use.inputs),
         "with torch.no_grad():",
         f"    logits = model(input_ids=ids{more}).logits",
-        *([writes] if task.writes else []),
+        *([writes] if task.is_generative else []),
         *use.answer,
     ]
     return "\n".join(lines)

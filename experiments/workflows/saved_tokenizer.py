@@ -33,7 +33,9 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
 
     tokenizer, task = open_backbone(recipe.backbone).own_tokenizer(), recipe.task
     task.prepare_tokenizer(tokenizer)
-    if task.by_example or task.hides_tokens:  # cut by `truncation=True` as in training; what writes has the whole room
+    if (
+        task.is_sequence_level or task.hides_tokens
+    ):  # cut by `truncation=True` as in training; what writes has the whole room
         tokenizer.model_max_length = recipe.train.max_length
         tokenizer.truncation_side = recipe.train.truncation or task.truncates
         tokenizer.padding_side = "right"
@@ -68,7 +70,7 @@ def run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROW
 
     Raises UserError or OSError where the files cannot be read, and UserError where no row is left.
     """
-    data, task = recipe.data, recipe.task.lenient()  # shares are of all rows, and these are few
+    data, task = recipe.data, recipe.task.without_limits()  # shares are of all rows, and these are few
     backbone = open_backbone(recipe.backbone)
     parts = parts_of(data)
     chosen = parts["test"] or parts["dev"] or parts["train"]
@@ -76,7 +78,7 @@ def run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROW
     found = list(islice(chain.from_iterable(part.rows(data, task, skipped) for part in chosen), most))
     encoder = task.encoder(
         backbone.tokenizer,
-        recipe.train.max_length if task.by_example or task.hides_tokens or not whole else _ANY_LENGTH,
+        recipe.train.max_length if task.is_sequence_level or task.hides_tokens or not whole else _ANY_LENGTH,
         label_names=labels or task.class_names(found),
         bad_rows=data.bad_rows,
         decoder_start=backbone.decoder_start if task.encoder_decoder else None,

@@ -97,7 +97,7 @@ def measure_run(
         head = engine.find_head(micros[0].inputs, task=recipe.task)
         if recipe.task.has_reference:  # of the weights as they are
             micros = with_reference(engine.model, micros, task=recipe.task, head=head)
-        unit = recipe.task.counted if recipe.task.counted != "tokens" else "supervised tokens"
+        unit = recipe.task.loss_denominator if recipe.task.loss_denominator != "tokens" else "supervised tokens"
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
         loss = mean_loss(engine.model, micros, task=recipe.task, head=head)
         with console.task("sharpness", settings.passes(), "passes") as bar:

@@ -190,7 +190,7 @@ def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}, **learnt_record(prepared)}
     tokenizer = open_backbone(recipe.backbone).tokenizer
     length = recipe.train.max_length
-    manifest["ends"] = closing_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.writes else {}
+    manifest["ends"] = closing_tokens(prepared.train, tokenizer, max_length=length) if recipe.task.is_generative else {}
     if (template := recipe.task.template_record()) is not None:
         manifest["chat_template"] = template
     if prepared.mixture is not None:
@@ -512,7 +512,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     if last and prepared.flipped and engine.is_main:
         write_json(context.run.path / LABEL_NOISE, noise_record(recipe, prepared))
     fresh = getattr(engine.peft.get_base_model(), "new_parameters", ())
-    if fresh and not task.by_example:
+    if fresh and not task.is_sequence_level:
         say(
             f"the backbone's checkpoint has no masked-LM head: its transform is drawn by train.seed and trains whole, "
             f"its bias stays 0 ({', '.join(fresh)})"
@@ -553,7 +553,7 @@ def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches:
         rank=context.recipe.adapter.rank,
         labels=batches.labels(plan.train.steps),
         each=each,
-        counted=plan.task.counted,
+        counted=plan.task.loss_denominator,
     )
     context.console.outline([found.line()] if found.ratio < 1 else [], [found.line()])
 

@@ -231,7 +231,7 @@ def _new_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str])
     Of a masked-LM head these are the layers before the output one: that is the embedding again, and its bias stays 0.
     """
     owners = {name.rsplit(".", 1)[0] for name in new}
-    if not task.by_example:
+    if not task.is_sequence_level:
         output = backbone.get_output_embeddings()
         modules = {owner: backbone.get_submodule(owner) for owner in owners}
         return sorted(o for o, m in modules.items() if m is not output and not any(True for _ in m.children()))

@@ -231,7 +231,7 @@ def _trial(
     around = autocast(train, engine.device) if compute_dtype(train) != torch.float32 else contextlib.nullcontext()
     with evaluating(engine.model), torch.no_grad(), around, head.computing(cost), attention(batch.inputs):
         engine.model(**batch.inputs)
-    engine.settle()
+    engine.reshard()
     return found
 
 

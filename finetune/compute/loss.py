@@ -96,11 +96,11 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | Non
 
     Args:
         logits: [B, T, V] (`task.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
-            (`task.by_example`).
+            (`task.is_sequence_level`).
         labels: [B, T] with -100 where unsupervised, or as the task takes them.
         chosen: which of the B·T labels are supervised, where it is known.
     """
-    if task.by_example:
+    if task.is_sequence_level:
         return task.example_losses(logits, labels).sum()
     rows, targets = supervised(logits, labels, task, chosen)
     return F.cross_entropy(rows.float(), targets, reduction="sum", label_smoothing=task.smoothing)
@@ -184,7 +184,7 @@ def with_reference(
     add: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> list[MicroBatch]:
     """The micro-batches of an update, on the model's device, with `Sides.reference`, and `Sides.drift` if it is asked
-    for (`task.mismatches`).
+    for (`task.is_unpaired`).
 
     The reference is the backbone with its adapter off and without dropout. The drift is the mean over all mismatched
     rows of log p less the backbone's, not below 0 (KTO, arXiv 2402.01306, §4.1), at the weights as they are.
@@ -252,7 +252,7 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | 
     bit; and a single number in its place must come out as it went in (BART adds a bias to the logits, zero until
     someone trains it). Under FSDP2 every rank of the mesh calls this at once.
     """
-    if task.by_example:
+    if task.is_sequence_level:
         return None
     causal: Any = getattr(model, "get_base_model", lambda: model)()
     linear = getattr(causal, "get_output_embeddings", lambda: None)()

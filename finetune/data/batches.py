@@ -288,7 +288,7 @@ class Batches:
         held = [int(part.sum(dtype=np.int64)) for part in np.split(self._collator.counts, np.cumsum(sizes)[:-1])]
         return round(sum(h * min(1.0, n / size) for h, n, size in zip(held, counts, sizes, strict=True)))
 
-    def comes_again(self, steps: int, source: int) -> bool:
+    def repeats_source(self, steps: int, source: int) -> bool:
         """Whether `steps` updates take an example of a mixture's source a second time."""
         rows = steps * self.accumulate * self.batch_size
         size = self._mixed.mixture.sizes[source]

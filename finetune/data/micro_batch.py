@@ -95,7 +95,7 @@ class Collator:
 
     def __init__(self, examples: Sequence[Example], task: Task) -> None:
         columns = Examples.of(examples)
-        self.wholes, self.causal = task.by_example, task.causal
+        self.wholes, self.causal = task.is_sequence_level, task.causal
         self.ids, self.starts, self.lengths = _part(columns, "input_ids")
         self.segments = columns.ragged("segments")
         self.words = columns.ragged("words")
@@ -103,11 +103,11 @@ class Collator:
         self.answers = None if columns.ragged("decoder_ids") is None else _Answers(columns)
         self.rejected = None if columns.ragged("rejected_ids") is None else _Rejected(columns)
         self.desirable = columns.column("desirable")
-        self.mismatches = task.mismatches
+        self.is_unpaired = task.is_unpaired
         counts = columns.column("supervised")
         self.counts = np.empty(0, dtype=np.int32) if counts is None else counts
         if task.by_answer:  # a pair is one item, or where each answer is judged by itself two
-            self.counts = np.full(len(self.lengths), 1 + (task.mismatches and self.rejected is not None), np.int32)
+            self.counts = np.full(len(self.lengths), 1 + (task.is_unpaired and self.rejected is not None), np.int32)
         whole = _whole_labels(columns)
         if whole is not None:
             self.labels, self.label_starts = whole, self.starts
@@ -136,7 +136,7 @@ class Collator:
         paired = self.rejected is not None
         made = self._padded(rows, pad_id, multiple)
         mismatched = None
-        if self.mismatches:
+        if self.is_unpaired:
             foreign = [
                 self._crossed(own, other)
                 for i, j in zip(examples, others, strict=True)

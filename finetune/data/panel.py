@@ -97,14 +97,14 @@ def first_batch_panel(
         raise UserError("the first batch has no supervised token, so there is nothing to learn; check task and columns")
     spans = panel_spans(micro, tokenizer)
     real = _real_tokens(micro)
-    rows, said = len(micro.rows), f"{micro.supervised} {task.counted} supervised"
+    rows, said = len(micro.rows), f"{micro.supervised} {task.loss_denominator} supervised"
     if micro.sides is not None:
-        said = f"{int(micro.sides.lengths.sum())} supervised in {micro.supervised} {task.counted}"
+        said = f"{int(micro.sides.lengths.sum())} supervised in {micro.supervised} {task.loss_denominator}"
         samples *= 2 if micro.sides.paired else 1
     lines = [f"first batch: {rows} rows, {micro.samples} samples, {real} tokens, {said}"]
     for i, sample in enumerate(spans[:samples]):
         text = _shorten("".join(OPEN + span.text + CLOSE if span.supervised else span.text for span in sample), width)
-        if task.by_example:
+        if task.is_sequence_level:
             text += f" → {OPEN}{task.shown_label(micro.labels[i], label_names=label_names, units=units)}{CLOSE}"
         if micro.sides is not None:
             text = f"{'+' if micro.sides.signs[i] > 0 else '−'} {text}"

@@ -148,7 +148,7 @@ class PreferenceEncoder:
         filled: list[tuple[list[str], bool | None] | str] = []
         for row in rows:
             try:
-                answers, desirable = answers_of(row.values, single=self.task.mismatches)
+                answers, desirable = answers_of(row.values, single=self.task.is_unpaired)
                 lists = [name for name in ("prompt", CHOSEN, REJECTED) if isinstance(row.values.get(name), list)]
                 if lists:
                     raise ValueError(f"column {lists[0]!r} holds turns of a conversation; set task.chat: true")
@@ -219,7 +219,7 @@ class PreferenceEncoder:
         known: dict[str, tuple[int, bool | None]] = {}
         for row in rows:
             try:
-                answers, desirable = answers_of(row.values, single=self.task.mismatches)
+                answers, desirable = answers_of(row.values, single=self.task.is_unpaired)
                 turns = [conversation(row, one, answers[1 - k] if len(answers) == 2 else None)
                          for k, one in enumerate(answers)]  # fmt: skip
             except ValueError as error:

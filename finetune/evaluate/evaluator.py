@@ -78,7 +78,7 @@ class Evaluator:
 
     # ------------------------------------------------------------------------------------------------- what it says
 
-    def nats(self, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
+    def token_nll(self, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
         """As `document_nats`."""
         return document_nats(self.model, examples, self.inference, task=self.task)
 
@@ -143,7 +143,7 @@ class Evaluator:
             self.said["probability"] = 1.0 / np.exp(scores - scores.max(-1, keepdims=True)).sum(-1)
         return judge_classes(true, predicted, figures=self.figures, **self.draw)
 
-    def surprise(
+    def perplexity_metrics(
         self,
         examples: Sequence[Example],
         nats: np.ndarray,
@@ -174,7 +174,7 @@ class Evaluator:
         scores = self.ranks(examples)
         # The row's own completion is one of the choices: its surprise is known.
         nats = -scores[np.arange(len(gold)), gold]
-        figures = self.surprise(examples, nats, np.array([_supervised(example) for example in examples]))
+        figures = self.perplexity_metrics(examples, nats, np.array([_supervised(example) for example in examples]))
         return figures | self.classes(gold, scores)
 
     def answers(self, examples: Sequence[Example], *, num_beams: int = 1, of: str = "answers") -> dict[str, Interval]:

@@ -117,7 +117,7 @@ def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
     except (UserError, RuntimeError, ValueError, TypeError) as error:
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     finally:
-        engine.settle()
+        engine.reshard()
     return None
 
 

@@ -103,7 +103,7 @@ def score_answers(
         lengths,
         count == 2,
         reference=reference if task.has_reference else None,
-        drift=apart.mean().clamp(min=0.0) if task.mismatches else None,
+        drift=apart.mean().clamp(min=0.0) if task.is_unpaired else None,
     )
     losses = task.answer_losses(log_probs, sides).view(len(examples), -1)
     rewards = task.rewards(log_probs, sides).view(-1, count)

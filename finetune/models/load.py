@@ -59,7 +59,7 @@ def load_backbone(
     directory, where = backbone.directory, backbone.where
     auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
     # a checkpoint's head for other classes is replaced
-    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.by_example else {}
+    options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.is_sequence_level else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if quantization is not None:
         import_library()  # by us, before anyone else does

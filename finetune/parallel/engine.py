@@ -3,7 +3,7 @@
     engine = Engine.alone(model)                                  # one process: nothing but the model
     loss = engine.forward_backward(micros, count, ...)            # gradients of the whole update, summed over the mesh
     norm = engine.clip(1.0)                                       # the true global norm
-    tensors = engine.whole(engine.parameters)                     # whole tensors, as a file holds them
+    tensors = engine.full_tensors(engine.parameters)                     # whole tensors, as a file holds them
 
 With one rank every verb is what a plain loop would do, operation by operation.
 """
@@ -207,10 +207,10 @@ class Engine:
             head = head if verdict.item() else None
         return head
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """After forward passes without backward: free weights that FSDP2 still holds gathered."""
         if self.sharding is not None:
-            self.sharding.settle()
+            self.sharding.reshard()
 
     # ------------------------------------------------------------------ one update
 
@@ -218,7 +218,7 @@ class Engine:
         """The forward and backward passes of an update; returns its loss, float32 scalar."""
         return work.compute()
 
-    def sides(
+    def reference_log_probs(
         self,
         micros: Sequence[MicroBatch],
         *,
@@ -240,7 +240,7 @@ class Engine:
             precision=precision,
             add=lambda sums: self.world.sum(sums, *TOKENS),
         )
-        self.settle()
+        self.reshard()
         return [micro.sides for micro in known]
 
     def forward_backward(
@@ -350,20 +350,20 @@ class Engine:
     # ------------------------------------------------------------------ whole tensors
 
     @torch.no_grad()
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors on the CPU from local ones that are laid out like the parameters of these names.
 
         Collective over all ranks; every rank gets all of them, of every pipeline stage.
         """
         if self.world.size == 1:
             return {name: tensor.detach() for name, tensor in tensors.items()}
-        self.settle()
+        self.reshard()
         found = whole_all(tensors, like=tensors, layout=self.layout, world=self.world)
         found = {name: tensor.cpu() for name, tensor in found.items()}
         return {name: t for part in self._gather_objects(found, "pp") for name, t in part.items()}
 
     @torch.no_grad()
-    def put(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, where: str) -> None:
+    def load_full_tensors(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, where: str) -> None:
         """Copy from whole tensors each one's local part; names and shapes must agree over the mesh.
 
         Raises:
@@ -371,7 +371,7 @@ class Engine:
         """
         if self.world.size == 1:
             return copy_tensors(wholes, tensors, where=where)
-        self.settle()
+        self.reshard()
         present = {name for part in self._gather_objects(sorted(tensors), "pp") for name in part}
         if odd := sorted(present ^ wholes.keys()):
             raise UserError(
@@ -401,7 +401,7 @@ class Engine:
         if self.world.size == 1:
             save_adapter(self.model, directory)
             return
-        tensors = self.whole(self.parameters)
+        tensors = self.full_tensors(self.parameters)
         if self.is_main:
             write_adapter(self.peft, tensors, directory)
         self.world.wait()
@@ -416,7 +416,7 @@ class Engine:
         if partial:
             present = {name for part in self._gather_objects(sorted(target), "pp") for name in part}
             source, target = shared_lora(source, target, present=present)
-        self.put(source, target, where=str(directory))
+        self.load_full_tensors(source, target, where=str(directory))
 
     @property
     def peft(self) -> Any:
@@ -480,7 +480,7 @@ class MeshPlacement:
                 found[index] = self._world.sum(found[index], *axes)
         return found[: len(names)]
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         keys = {canonical(name): name for name in tensors}
         parts = {key: tensors[name] for key, name in keys.items()}
         like = {key: self._parameters[key] for key in keys}

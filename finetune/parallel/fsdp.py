@@ -62,7 +62,7 @@ class Sharding:
             unit.set_requires_gradient_sync(last or self.each, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
 
-    def settle(self) -> None:
+    def reshard(self) -> None:
         """Free weights that are still gathered, as after a forward pass without backward and `mesh.reshard: false`."""
         for unit in self.units:
             unit.reshard()

@@ -29,7 +29,7 @@ def bits_each(task: Task, classes: int | None) -> float | None:
     of them; None for a number, which has no such count."""
     if task.has_targets:
         return None
-    if not task.by_example:
+    if not task.is_sequence_level:
         return BITS_OF_TOKEN
     assert classes is not None
     return float(classes) if task.multi else math.log2(classes)

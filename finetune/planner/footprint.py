@@ -190,7 +190,7 @@ class Sizes:
 
         classes: numbers that this head gives; None: as many as the task names, and else two, or one target.
         """
-        if task.by_example:
+        if task.is_sequence_level:
             names = task.given_classes
             classes = classes or (len(names) if names else 2 if task.has_classes else 1)
             ends = list(self.ends)

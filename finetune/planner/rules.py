@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "task.loss: kto", REQUIRES, "two examples of an update", "its drift is seen in answers to other prompts",
         "raise train.batch_size or train.accumulate",
-        lambda s: s.task.mismatches and s.train.batch_size * s.train.accumulate < 2,
+        lambda s: s.task.is_unpaired and s.train.batch_size * s.train.accumulate < 2,
     ),
     Rule(
         "adapter.soft_tokens", REQUIRES, "one rank", "they lie before the tokens of every row", "train LoRA on a mesh",
@@ -264,7 +264,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "mesh.sequence_parallel", INCOMPATIBLE, "task.kind: classify or regress",
         "a head takes the last token, which one rank has", "leave it off",
-        lambda s: s.mesh.sequence_parallel and s.task.by_example,
+        lambda s: s.mesh.sequence_parallel and s.task.is_sequence_level,
     ),
     Rule(
         "mesh.offload", REQUIRES, "regularizer.kind: plain",

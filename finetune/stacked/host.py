@@ -236,7 +236,7 @@ class Host:
 
         plain: as in `forward`. Where the logits of all tokens are held, passes may not be longer for it.
         """
-        return self._shared if plain or self.task.by_example else 0.0
+        return self._shared if plain or self.task.is_sequence_level else 0.0
 
     def _share_nothing(self) -> None:
         self._shared = 0.0
@@ -320,7 +320,7 @@ class Host:
         def summed(nats: Tensor, owners: Tensor) -> Tensor:
             return torch.zeros(cells, dtype=wide, device=owner.device).index_add(0, owners, nats.to(wide)).float()
 
-        if self.task.by_example:
+        if self.task.is_sequence_level:
             return summed(self.task.example_losses(self.backbone(**inputs).logits, labels), owner)
 
         def supervised(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:

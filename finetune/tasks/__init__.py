@@ -33,6 +33,6 @@ def refused_axes() -> Iterator[tuple[str, str, str]]:
     for axis in ("tp", "pp", "cp"):
         for why in dict.fromkeys(task.no_axes[axis] for task in tasks if axis in task.no_axes):
             refused = [task for task in tasks if task.no_axes.get(axis) == why]
-            whole = {task.kind for task in refused if task.called == task.kind}  # whatever else is set
-            kinds = [task.called for task in refused if task.called == task.kind or task.kind not in whole]
+            whole = {task.kind for task in refused if task.name == task.kind}  # whatever else is set
+            kinds = [task.name for task in refused if task.name == task.kind or task.kind not in whole]
             yield axis, why, " or ".join(kinds)

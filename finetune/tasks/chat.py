@@ -81,7 +81,7 @@ class Chat(Objective):
         self._check_metrics()
 
     @property
-    def converses(self) -> bool:
+    def uses_chat_template(self) -> bool:
         return True
 
     @property
@@ -104,8 +104,8 @@ class Chat(Objective):
         own = {name: how[name] for name in ("bad_rows", "truncation", "overlong") if name in how}
         return ChatEncoder(self, tokenizer, max_length, **own)
 
-    def lenient(self) -> Self:
-        return self.altered(max_truncated=1.0, max_unsupervised=1.0)
+    def without_limits(self) -> Self:
+        return self.replace(max_truncated=1.0, max_unsupervised=1.0)
 
     def template_record(self) -> dict[str, str] | None:
         from ..data.chat.template import template_record
@@ -128,7 +128,7 @@ class Chat(Objective):
             return True
         talk = read_conversation(row, system=self.system)
         read = str(saved.decode(example.input_ids, clean_up_tokenization_spaces=False))
-        own = self.altered(template="auto", template_arguments=None)  # the saved tokenizer has both
+        own = self.replace(template="auto", template_arguments=None)  # the saved tokenizer has both
         written = ChatTemplate(saved, own).render(talk.messages, talk.tools)
         return "".join(written.split()).startswith("".join(read.split()))
 

@@ -57,7 +57,7 @@ class Classify(ByExample):
         return not self.multi
 
     @property
-    def called(self) -> str:
+    def name(self) -> str:
         return f"{self.kind} with multi" if self.multi else self.kind
 
     @classmethod
@@ -86,7 +86,7 @@ class Classify(ByExample):
         return self.labels
 
     def with_classes(self, names: tuple[str, ...] | None) -> Self:
-        return self.altered(labels=names)
+        return self.replace(labels=names)
 
     def read_label(self, value: Any) -> str | tuple[str, ...]:
         """A class, or with `multi` a sorted tuple of them."""

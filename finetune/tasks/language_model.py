@@ -36,13 +36,13 @@ class LanguageModel(Objective):
         """As any text's, with intervals over documents where those were read in pieces."""
         from ..data.example import documents_of
 
-        return judge.surprise(examples, *judge.nats(examples), documents=documents_of(examples))
+        return judge.perplexity_metrics(examples, *judge.token_nll(examples), documents=documents_of(examples))
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """As `Objective.predict`; the first piece of a document speaks for all of it."""
         from ..data.example import documents_of, summed
 
-        nats, tokens = judge.nats(examples)
+        nats, tokens = judge.token_nll(examples)
         if (documents := documents_of(examples)) is not None:
             nats, tokens = (summed(values, documents) for values in (nats, tokens))
         return judge.surprises(nats, tokens)

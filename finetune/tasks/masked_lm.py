@@ -86,7 +86,9 @@ class MaskedLM(Objective):
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
         from ..data.example import documents_of
 
-        return judge.surprise(examples, *judge.nats(examples), of="hidden", documents=documents_of(examples))
+        return judge.perplexity_metrics(
+            examples, *judge.token_nll(examples), of="hidden", documents=documents_of(examples)
+        )
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
         return Usage(

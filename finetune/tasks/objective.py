@@ -74,7 +74,7 @@ class Objective:
 
     # ---------------------------------------------------------------------------------------------------- what it is
 
-    by_example: ClassVar[bool] = False
+    is_sequence_level: ClassVar[bool] = False
     """A new head answers for a whole row: the loss is divided by examples, labels are of whole rows."""
     by_answer: ClassVar[bool] = False
     """The loss is of whole answers, by how likely each is: it is divided by pairs of answers, or by answers."""
@@ -117,7 +117,7 @@ class Objective:
     refuses: ClassVar[Mapping[str, str]] = {}
     """What it does not go with: a block, setting or flag → the sentence for the user."""
 
-    def altered(self, **settings: Any) -> Self:
+    def replace(self, **settings: Any) -> Self:
         """The same task with other settings, which its kind must have."""
         same: Any = self
         return dataclasses.replace(same, **settings)
@@ -132,7 +132,7 @@ class Objective:
             raise UserError(self.refuses[what])
 
     @property
-    def called(self) -> str:
+    def name(self) -> str:
         """Its kind, with the settings that make another of it."""
         return self.kind
 
@@ -162,14 +162,14 @@ class Objective:
         return names_of("text")
 
     @property
-    def writes(self) -> bool:
+    def is_generative(self) -> bool:
         """Whether its models continue a prompt."""
-        return not (self.by_example or self.backbone == "encoder")
+        return not (self.is_sequence_level or self.backbone == "encoder")
 
     @property
-    def counted(self) -> str:
+    def loss_denominator(self) -> str:
         """What a loss is divided by."""
-        return "examples" if self.by_example else "tokens"
+        return "examples" if self.is_sequence_level else "tokens"
 
     @property
     def supervised(self) -> float:
@@ -177,7 +177,7 @@ class Objective:
         return 1.0
 
     @property
-    def mismatches(self) -> bool:
+    def is_unpaired(self) -> bool:
         """Whether each answer is lost by itself, beside answers to other prompts (by_answer)."""
         return False
 
@@ -187,7 +187,7 @@ class Objective:
         return False
 
     @property
-    def converses(self) -> bool:
+    def uses_chat_template(self) -> bool:
         """Whether prompts are conversations, which a chat template writes with its special tokens."""
         return False
 
@@ -292,7 +292,7 @@ class Objective:
         """
         return None
 
-    def lenient(self) -> Self:
+    def without_limits(self) -> Self:
         """The same where any share of rows may lose what is supervised."""
         return self
 
@@ -315,7 +315,7 @@ class Objective:
         specials = Specials.of(tokenizer, begin=not self.encoder_decoder)
         if self.causal:  # what closes an answer is none of a prompt
             specials = dataclasses.replace(specials, middle=(), suffix=(), pair_suffix=())
-        adopt(tokenizer, specials, pairs=self.by_example)
+        adopt(tokenizer, specials, pairs=self.is_sequence_level)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
         """Whether a tokenizer that `prepare_tokenizer` made and that was `saved` and read again gives for `row`, called
@@ -332,7 +332,7 @@ class Objective:
     # ------------------------------------------------------------------------------------------------------------ loss
 
     def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each example, float32 [B], from logits [B, C] (by_example)."""
+        """The loss of each example, float32 [B], from logits [B, C] (is_sequence_level)."""
         raise NotImplementedError
 
     def answer_losses(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
@@ -353,11 +353,11 @@ class Objective:
         raise NotImplementedError
 
     def blank_labels(self, count: int, classes: int) -> Tensor:
-        """Labels of `count` rows for a head of so many outputs, all 0 (by_example)."""
+        """Labels of `count` rows for a head of so many outputs, all 0 (is_sequence_level)."""
         raise NotImplementedError
 
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
-        """The label of one row as the first-batch panel shows it (by_example)."""
+        """The label of one row as the first-batch panel shows it (is_sequence_level)."""
         raise NotImplementedError
 
     @property
@@ -384,7 +384,7 @@ class Objective:
         Raises:
             UserError: answers that do not fit the backbone.
         """
-        return judge.surprise(examples, *judge.nats(examples))
+        return judge.perplexity_metrics(examples, *judge.token_nll(examples))
 
     # ------------------------------------------------------------------------------------------------------ predicting
 
@@ -400,13 +400,13 @@ class Objective:
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
         """What a model says of each encoded example, column by column; here how surprised it is by the text: `nats`
         of all its supervised `tokens`, and their `perplexity`."""
-        return judge.surprises(*judge.nats(examples))
+        return judge.surprises(*judge.token_nll(examples))
 
     # --------------------------------------------------------------------------------------------------------- writing
 
     def check_writes(self) -> None:
         """Raise UserError unless its models continue a prompt."""
-        if not self.writes:
+        if not self.is_generative:
             raise UserError(
                 f"task.kind: {self.kind} trains a model that writes no text, so there is nothing to generate; judge it "
                 "on rows of yours with `flatshift eval RUN_DIR --data FILE`"
@@ -545,7 +545,7 @@ class Templated(Objective):
 class ByExample(Objective):
     """A task with a new head over `text` (or the pair `text`, `text2`), which answers for the whole row."""
 
-    by_example: ClassVar[bool] = True
+    is_sequence_level: ClassVar[bool] = True
     new_head: ClassVar[bool] = True
     modelling: ClassVar[str] = "sequence classification"
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"

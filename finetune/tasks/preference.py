@@ -138,11 +138,11 @@ class Preference(Templated):
         return _BETA.get(self.loss, 1.0) if self.beta is None else self.beta
 
     @property
-    def converses(self) -> bool:
+    def uses_chat_template(self) -> bool:
         return self.chat
 
     @property
-    def mismatches(self) -> bool:
+    def is_unpaired(self) -> bool:
         return self.loss == "kto"
 
     @property
@@ -150,21 +150,21 @@ class Preference(Templated):
         return self.loss in ("dpo", "ipo", "kto")
 
     @property
-    def counted(self) -> str:
-        return "answers" if self.mismatches else "pairs"
+    def loss_denominator(self) -> str:
+        return "answers" if self.is_unpaired else "pairs"
 
     @property
     def smoothing(self) -> float:
         return 0.0  # of tokens; `label_smoothing` is of pairs
 
     def judged(self) -> Self:
-        return self if self.label_smoothing is None else self.altered(label_smoothing=None)
+        return self if self.label_smoothing is None else self.replace(label_smoothing=None)
 
-    def lenient(self) -> Self:
-        return self.altered(max_truncated=1.0)
+    def without_limits(self) -> Self:
+        return self.replace(max_truncated=1.0)
 
     @property
-    def called(self) -> str:
+    def name(self) -> str:
         return self.kind if self.loss == "dpo" else f"{self.kind} (loss: {self.loss})"
 
     @classmethod
@@ -196,19 +196,19 @@ class Preference(Templated):
 
     def columns(self) -> tuple[str, ...]:
         own = () if self.chat else (name for name in self.templates()[1].columns if name != "answer")
-        answers = () if self.mismatches else ("chosen", "rejected")  # kto: either those, or completion and label
+        answers = () if self.is_unpaired else ("chosen", "rejected")  # kto: either those, or completion and label
         return tuple(dict.fromkeys((*self.prompt_columns(), *answers, *own)))
 
     def asked_columns(self) -> tuple[str, ...]:
         return self.columns()
 
     def optional_columns(self) -> tuple[str, ...]:
-        single = ("chosen", "rejected", "completion", "label") if self.mismatches else ()
+        single = ("chosen", "rejected", "completion", "label") if self.is_unpaired else ()
         return (*single, "tools", "system") if self.chat else single
 
     def read_label(self, value: Any) -> Any:
         """kto: whether an answer is desirable, from true, false, 1, 0 or such a text."""
-        if not self.mismatches:
+        if not self.is_unpaired:
             return super().read_label(value)
         said = str(value).strip().lower()
         if said not in (*_TRUE, *_FALSE):
@@ -216,7 +216,7 @@ class Preference(Templated):
         return said in _TRUE
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
-        return {"label": True} if self.mismatches else {}
+        return {"label": True} if self.is_unpaired else {}
 
     def with_noise(
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
@@ -252,7 +252,7 @@ class Preference(Templated):
 
         if not self.chat:
             return super().reads_same(saved, row, example, max_length)
-        answers, _ = answers_of(row.values, single=self.mismatches)
+        answers, _ = answers_of(row.values, single=self.is_unpaired)
         talk = dataclasses.replace(row, values={"messages": conversation(row, *answers)})
         return self.as_chat.reads_same(saved, talk, example, max_length)
 

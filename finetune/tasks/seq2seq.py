@@ -125,7 +125,7 @@ class Seq2Seq(Templated):
         return made
 
     def judged(self) -> Self:
-        return self.altered(label_smoothing=None)
+        return self.replace(label_smoothing=None)
 
     @property
     def answers_in_text(self) -> bool:

@@ -95,9 +95,9 @@ class Checkpointer:
 
     def _take(self, found: Checkpoint) -> None:
         where, parameters = f"checkpoint {found.path}", self.engine.parameters
-        self.engine.put(unpack(found.tensors, "adapter"), parameters, where=where)
+        self.engine.load_full_tensors(unpack(found.tensors, "adapter"), parameters, where=where)
         for kind, moments in self.optimizer.expect(unpack(found.tensors, "step")).items():
-            self.engine.put(unpack(found.tensors, kind), moments, where=where)
+            self.engine.load_full_tensors(unpack(found.tensors, kind), moments, where=where)
         self.regularizer.load_state_dict(
             {name: tensor.to(self.engine.device) for name, tensor in unpack(found.tensors, "regularizer").items()}
         )
@@ -107,7 +107,7 @@ class Checkpointer:
         self.progress = Progress(step=found.step, **found.meta["progress"])
         if best := unpack(found.tensors, "best"):
             self.progress.best = clone(parameters)
-            self.engine.put(best, self.progress.best, where=where)
+            self.engine.load_full_tensors(best, self.progress.best, where=where)
         self.attempt = max(self.attempt, int(found.meta["attempt"]) + 1)
         self.saved_step = found.step
 
@@ -161,7 +161,7 @@ class Checkpointer:
         """Write a checkpoint of the completed updates, unless this step has one or the engine keeps none."""
         if self.saved_step == self.progress.step or not self.engine.keeps:
             return
-        whole = self.engine.whole
+        whole = self.engine.full_tensors
         tensors = pack(
             adapter=whole(self.engine.parameters),
             step=self.engine.union(self.optimizer.counters()),

@@ -41,7 +41,7 @@ def dev_figures(
     model, judged = engine.judged, task.judged()
     if task.by_answer:
         scores = score_answers(model, examples, inference, task=judged, head=engine.usable(head), beat=engine.beat)
-        engine.settle()
+        engine.reshard()
         return quick_figures(scores)
     found: list[torch.Tensor] = []  # loss and right answers of each batch
     counts: list[int] = []
@@ -49,7 +49,7 @@ def dev_figures(
         for micro in inference.batches(examples, task):
             batch = micro.to(engine.device)
             with inference.precision():
-                if judged.by_example:
+                if judged.is_sequence_level:
                     with attention.packed_batch(batch) as inputs:
                         logits = model(**inputs).logits
                     loss = loss_sum(logits, batch.labels, task=judged)
@@ -61,7 +61,7 @@ def dev_figures(
                 found.append(torch.stack([loss.double(), torch.zeros_like(loss) if right is None else right.double()]))
                 counts.append(batch.supervised)
             engine.beat()
-    engine.settle()
+    engine.reshard()
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, supervised
     for pair, count in zip(read(found), counts, strict=True):
         sums += torch.tensor([*pair, count], dtype=torch.float64)

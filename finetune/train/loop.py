@@ -153,7 +153,7 @@ class _Loop:
             if batches.packed:
                 check_packing_isolation(engine.judged, agree=engine.world.any)
             head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
-        engine.settle()
+        engine.reshard()
         self.recorder = Recorder(stage, engine, self.optimizer, self.inference, head=head)
         shortage.keeper = self.keeper
         self.head = with_kernel(
@@ -163,7 +163,7 @@ class _Loop:
         self.used = UpdateMeter(engine.device) if stage.planned is not None else None
         if self.compiled is not None:
             self.meter.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
-            engine.settle()
+            engine.reshard()
         about = {"model": engine.model, "processing_class": tokenizer, "optimizer": self.optimizer.inner}
         self.callbacks = Callbacks(stage, is_main=engine.is_main, about=about)
 
@@ -287,7 +287,7 @@ class _Loop:
         sides: Sequence[PreferenceTargets | None] = ()
         if task.has_reference:
             micros = self.stage.batches.at(place)
-            sides = self.engine.sides(micros, task=task, head=self.head, precision=self._precision)
+            sides = self.engine.reference_log_probs(micros, task=task, head=self.head, precision=self._precision)
         verdict, overflowed = None, True
         while overflowed:
             losses: list[torch.Tensor] = []
@@ -320,7 +320,7 @@ class _Loop:
                 self.guard.refuse_broken(step + 1, line.told)
             self.callbacks.fire("pre_optimizer_step")
             self.optimizer.step(rate)
-            self.regularizer.updated(rate)
+            self.regularizer.after_optimizer_step(rate)
         state.step += 1
         state.tokens += count
         self.guard.made()
@@ -363,7 +363,7 @@ class _Loop:
     @contextlib.contextmanager
     def _context(self, step: int, micro: int) -> Iterator[None]:
         """Precision, and a seed of (seed, step, micro-batch, rank) for draws that are no dropout (blocks left out)."""
-        self.regularizer.micro(micro)
+        self.regularizer.on_micro_batch(micro)
         index, width = self.engine.stream
         who = (index,) if width > 1 else ()
         draws = seeded(derive(self.stage.seed, "dropout", step, micro, *who), self.device) if self.random else None
@@ -394,7 +394,7 @@ class _Loop:
                 if self.metric is not None:
                     figures[self.metric] = self._whole_judgement()[self.metric]["value"]
         except Interrupted as error:
-            self.engine.settle()
+            self.engine.reshard()
             self.save()
             raise Interrupted(f"{self.stage.name} {error}; its state is saved") from error
         state.unjudged = False
@@ -479,7 +479,7 @@ class _Loop:
             self.engine.world.wait()
         mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
         mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
-        counted = self.stage.task.counted
+        counted = self.stage.task.loss_denominator
         learnt = f"{result.tokens} {'supervised tokens' if counted == 'tokens' else counted}"
         line = ", ".join([learnt, *mishaps, *filter(None, [rate_text(rates)])])
         self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")

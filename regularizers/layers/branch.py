@@ -75,7 +75,7 @@ class NoiseBranch:
         if noise_in is None or noise_out is None:
             raise RegularizerError(
                 f"layer {self.site.name} is called before the regularizer knows the micro-batch; with this "
-                "regularizer.scope call regularizer.micro(index) before each forward pass"
+                "regularizer.scope call regularizer.on_micro_batch(index) before each forward pass"
             )
         assert probe_in is not None
         return noise_in, probe_in, noise_out, None if self.signs is None else self.signs(x)

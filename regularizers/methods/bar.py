@@ -65,8 +65,8 @@ def factor_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 class BARRegularizer(Regularizer):
-    """See the module's text; made by `flatshift.regularizers.build(BAR(...))`. Acts in `updated`, so the loop must call
-    it."""
+    """See the module's text; made by `flatshift.regularizers.build(BAR(...))`. Acts in `after_optimizer_step`, so the
+    loop must call it."""
 
     def __init__(self, config: BAR) -> None:
         demand_length("alpha", config.alpha)
@@ -81,7 +81,7 @@ class BARRegularizer(Regularizer):
         self._seed = self._step = self._total_steps = 0
         self._inside = False
         self._before: dict[str, Tensor] = {}
-        """θ before the update, between `step` and `updated`."""
+        """θ before the update, between `step` and `after_optimizer_step`."""
         self._scales: dict[str, Tensor] = {}
         """By what each factor grows in units of α_t η: 1, 0 or −1."""
         self._grown = torch.zeros(())
@@ -157,7 +157,7 @@ class BARRegularizer(Regularizer):
         return both[:, 0], both[:, 1]
 
     @torch.no_grad()
-    def updated(self, rate: float) -> None:
+    def after_optimizer_step(self, rate: float) -> None:
         """Rescale; once for every step that was left without an exception."""
         if self._adapters is None:
             return

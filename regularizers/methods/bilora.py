@@ -64,8 +64,8 @@ def _second_adapter(a: Tensor, b: Tensor, y: Tensor, x: Tensor) -> Tensor:
 class BiLoraRegularizer(Regularizer):
     """See the module's text. One pass; with rank 8 the paper measures 1.09 of LoRA's step time.
 
-    Ascent is AdamW's (`maximize`, no weight decay) with the update's learning rate · `lr_scale`, in `updated`; a step
-    whose gradients are not finite, or which no update follows, changes nothing.
+    Ascent is AdamW's (`maximize`, no weight decay) with the update's learning rate · `lr_scale`, in
+    `after_optimizer_step`; a step whose gradients are not finite, or which no update follows, changes nothing.
     """
 
     def __init__(self, config: BiLora) -> None:
@@ -79,7 +79,7 @@ class BiLoraRegularizer(Regularizer):
         self._optimizer: torch.optim.AdamW | None = None
         self._placement: Placement = ALONE
         self._gradients: list[Tensor] | None = None
-        """Of the step that was left last, until `updated`."""
+        """Of the step that was left last, until `after_optimizer_step`."""
         self._made: Tensor | None = None
         """On a mesh, whether they are of any backward pass, bool ()."""
         self._inside = False
@@ -151,7 +151,7 @@ class BiLoraRegularizer(Regularizer):
         self._inside = False
 
     @torch.no_grad()
-    def updated(self, rate: float) -> None:
+    def after_optimizer_step(self, rate: float) -> None:
         """Ascend, then back into the ball, unless a gradient is not finite. No wait for the device."""
         gradients, self._gradients = self._gradients, None
         if gradients is None or self._optimizer is None:
@@ -174,7 +174,7 @@ class BiLoraRegularizer(Regularizer):
         self._pull_back(finite)
 
     def _pull_back(self, updated: Tensor) -> None:
-        """Scale all factors by √(ρ/c) if c > ρ and they were `updated`, bool ()."""
+        """Scale all factors by √(ρ/c) if c > ρ and they were `after_optimizer_step`, bool ()."""
         names = [term.site.name for term in self._terms]
         device = next(iter(self._factors.values())).device
         squares = [squared_product_norm(self._factors[f"{n}.A"], self._factors[f"{n}.B"]).to(device) for n in names]

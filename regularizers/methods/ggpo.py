@@ -159,7 +159,7 @@ class GGPORegularizer(Regularizer):
                 bank.restore()
             self._inside = False
 
-    def micro(self, index: int) -> None:
+    def on_micro_batch(self, index: int) -> None:
         if not self._inside or self.config.scope == "step":
             return
         self._batches.forget()

@@ -111,7 +111,7 @@ class MomentumRegularizer(Regularizer):
         adapters = Adapters(model, self._placement)
         self._prepare(model, adapters)
         momentum = adapters.zeros()
-        shapes = {name: tuple(whole.shape) for name, whole in self._placement.whole(momentum).items()}
+        shapes = {name: tuple(whole.shape) for name, whole in self._placement.full_tensors(momentum).items()}
         mark_hooked(lora_layers(model), self)
         self._adapters, self._momentum, self._shapes = adapters, momentum, shapes
         self._seed, self._step, self._fresh, self._figures = seed, 0, True, {}
@@ -210,7 +210,7 @@ class MomentumRegularizer(Regularizer):
         return self.config.kind
 
     def state_dict(self) -> dict[str, Tensor]:
-        whole = self._placement.whole(self._momentum)
+        whole = self._placement.full_tensors(self._momentum)
         return {
             **{f"{self._kind}.seed": torch.tensor(self._seed), f"{self._kind}.step": torch.tensor(self._step)},
             f"{self._kind}.updates": self._updates.clone(),
@@ -309,7 +309,7 @@ class LayerMomentumRegularizer(MomentumRegularizer):
 
     def _install(self, adapters: Adapters) -> None:
         """Switch ε on in every layer. Without a wait for the device."""
-        values, momentum = self._placement.whole(adapters.values()), self._placement.whole(self._momentum)
+        values, momentum = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(self._momentum)
         products = [_product(branch.site, values, momentum) for branch in self._branches]
         norms = self._stacked([_norm(p, q) for p, q in products])
         factors = torch.where(
@@ -326,7 +326,7 @@ class LayerMomentumRegularizer(MomentumRegularizer):
 
     def _norms(self, adapters: Adapters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
         """|s (g_B A + B g_A)|_F of every layer, float64 (layers,)."""
-        values, gradients = self._placement.whole(adapters.values()), self._placement.whole(gradients)
+        values, gradients = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(gradients)
         return self._stacked([_norm(*_product(branch.site, values, gradients)) for branch in self._branches])
 
     def _stacked(self, scalars: list[Tensor]) -> Tensor:

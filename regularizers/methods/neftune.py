@@ -100,7 +100,7 @@ class NEFTuneRegularizer(Regularizer):
             handle.remove()
             self._inside = False
 
-    def micro(self, index: int) -> None:
+    def on_micro_batch(self, index: int) -> None:
         self._micro = index
 
     def _add(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:

@@ -84,7 +84,7 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
     engine.world.wait()
     return {
         "lines": [(line["loss"], line["grad_norm"]) for line in read_metrics(Path(directory) / "metrics.jsonl")],
-        "adapter": {name: tensor.clone() for name, tensor in engine.whole(engine.parameters).items()},
+        "adapter": {name: tensor.clone() for name, tensor in engine.full_tensors(engine.parameters).items()},
         "graphs": counters["stats"]["unique_graphs"],
         "units": sum(isinstance(block, FSDPModule) for block in blocks(engine.model)),
     }

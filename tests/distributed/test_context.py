@@ -116,7 +116,7 @@ def update(engine: Engine, *, heads: bool, seed: int = 0) -> tuple[float, dict[s
     loss = engine.forward_backward(mine, count, task=TASK, head=head, context=context)
     grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
     assert grads.keys() == engine.parameters.keys()
-    found = {name: grad.clone() for name, grad in engine.whole(grads).items()}
+    found = {name: grad.clone() for name, grad in engine.full_tensors(grads).items()}
     return float(loss), found, float(engine.clip(None))
 
 
@@ -213,7 +213,7 @@ def _whole_rows() -> dict[str, Any]:
     with torch.no_grad():
         equal = [torch.equal(alone.judged(**rows).logits, engine.judged(**rows).logits) for rows in (inputs, packed)]
         same = alone.judged.generate(**prompts, **greedy).equal(engine.judged.generate(**prompts, **greedy))
-    engine.settle()
+    engine.reshard()
     return {"logits": all(equal), "generation": same, "share": engine.evaluation.part}
 
 

@@ -117,7 +117,7 @@ def course(case: Case, source: str, folder: Path, *, stop_at: int | None = None)
     )  # fmt: skip
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["split"] == "train"]
     losses = {line["step"]: line["loss"] for line in lines}
-    adapter = {name: tensor.clone() for name, tensor in engine.whole(engine.parameters).items()}
+    adapter = {name: tensor.clone() for name, tensor in engine.full_tensors(engine.parameters).items()}
     return {"losses": list(losses.values()), "adapter": adapter}
 
 

@@ -65,7 +65,7 @@ def course(run: Run, other: dict[str, Tensor] | None = None) -> dict[str, Any]:
         batch, count = micros(step, *engine.share)
 
         def context(index: int) -> contextlib.AbstractContextManager[None]:
-            regularizer.micro(index)
+            regularizer.on_micro_batch(index)
             return contextlib.nullcontext()
 
         with regularizer.step(step) as passes:
@@ -74,16 +74,16 @@ def course(run: Run, other: dict[str, Tensor] | None = None) -> dict[str, Any]:
             ]
         optimizer.step()
         optimizer.zero_grad()
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
         found["losses"] += [float(loss) for loss in losses]
         found["metrics"].append(regularizer.metrics())
         if step == 3:  # may leave weights gathered
             with torch.no_grad():
                 engine.judged(**batch[0].inputs)
-            engine.settle()
-    engine.settle()
+            engine.reshard()
+    engine.reshard()
     found["untouched"] = checksums(engine) == before
-    found["adapter"] = {name: tensor.clone() for name, tensor in engine.whole(engine.parameters).items()}
+    found["adapter"] = {name: tensor.clone() for name, tensor in engine.full_tensors(engine.parameters).items()}
     found["state"] = engine.union(regularizer.state_dict())
     if other is not None:
         regularizer.load_state_dict(other)

@@ -137,7 +137,7 @@ def course(case: Case, other: dict[str, Tensor] | None = None) -> dict[str, Any]
     optimizer = torch.optim.AdamW([{"params": list(engine.parameters.values())}], lr=3e-3)  # a stage may have none
 
     def context(index: int) -> contextlib.AbstractContextManager[Any]:
-        regularizer.micro(index)
+        regularizer.on_micro_batch(index)
         if case.dtype == "float32":
             return contextlib.nullcontext()
         return torch.autocast("cpu", dtype=getattr(torch, case.dtype))
@@ -151,7 +151,7 @@ def course(case: Case, other: dict[str, Tensor] | None = None) -> dict[str, Any]
                 found[f"noise{step}"] = noise(regularizer)
         if step == 0:
             grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
-            found["gradients"] = {name: g.clone() for name, g in engine.whole(grads).items()}
+            found["gradients"] = {name: g.clone() for name, g in engine.full_tensors(grads).items()}
             found["first_state"] = engine.union(regularizer.state_dict())
         optimizer.step()
         optimizer.zero_grad()
@@ -161,7 +161,7 @@ def course(case: Case, other: dict[str, Tensor] | None = None) -> dict[str, Any]
             with torch.no_grad():
                 engine.judged(**batch[0].inputs)
     if engine.sharding is not None:
-        engine.sharding.settle()
+        engine.sharding.reshard()
     found["untouched"] = checksums(engine) == before
     found["state"] = engine.union(regularizer.state_dict())
     if other is not None:

@@ -84,7 +84,7 @@ def train(source: str, folder: str, mesh: Mesh) -> dict[str, Any]:
             seed=0,
         ),
     )
-    return {"result": dataclasses.asdict(result), "adapter": engine.whole(engine.parameters)}
+    return {"result": dataclasses.asdict(result), "adapter": engine.full_tensors(engine.parameters)}
 
 
 def test_two_ranks_do_what_one_process_does(tmp_path: Path) -> None:

@@ -49,9 +49,9 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
         source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world, label_names=names
     )
     generator = torch.Generator().manual_seed(1)
-    start = engine.whole(engine.parameters)
+    start = engine.full_tensors(engine.parameters)
     alive = {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in sorted(start.items())}
-    engine.put(alive, engine.parameters, where="test")
+    engine.load_full_tensors(alive, engine.parameters, where="test")
     if warm is not None:
         engine.load_adapter(Path(warm), partial=True)
     examples = encode(rows, task=task, tokenizer=tokenizer, max_length=48, label_names=names, units=units).examples
@@ -65,7 +65,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
         engine.judged, tokenizer, examples[:9], task=task, config=Evaluate(bootstrap=5),
         inference=EvalBatching.of(tokenizer, batch_size=4, share=engine.evaluation),
     )  # fmt: skip
-    saved = engine.whole(engine.parameters)
+    saved = engine.full_tensors(engine.parameters)
     if kind == "masked" and mesh.size == 1:
         with tempfile.TemporaryDirectory() as folder:
             engine.save_adapter(Path(folder) / "adapter")

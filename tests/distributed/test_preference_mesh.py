@@ -37,9 +37,9 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     train = Train(batch_size=4, max_length=24, device="cpu")
     engine = build_engine(source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world)
     generator = torch.Generator().manual_seed(1)
-    start = engine.whole(engine.parameters)
+    start = engine.full_tensors(engine.parameters)
     alive = {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in sorted(start.items())}
-    engine.put(alive, engine.parameters, where="test")
+    engine.load_full_tensors(alive, engine.parameters, where="test")
     examples = []
     for i in range(11):
         asked, *answers = (

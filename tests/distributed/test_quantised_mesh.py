@@ -97,10 +97,12 @@ def course(case: Case, sources: dict[str, Path], adapter: Path | None) -> dict[s
                 batch, 2 * 4 * 11, task=LanguageModel(), head=None, context=lambda index: autocast(train, device)
             )
         if step == 0:
-            engine.settle()
+            engine.reshard()
             before = stored(engine)
         if step == 1:  # at first B is zero, and so is A's gradient
-            found["gradients"] = engine.whole({n: p.grad for n, p in engine.parameters.items() if p.grad is not None})
+            found["gradients"] = engine.full_tensors(
+                {n: p.grad for n, p in engine.parameters.items() if p.grad is not None}
+            )
             found["first_state"] = regularizer.state_dict()
         optimizer.step()
         optimizer.zero_grad()
@@ -111,7 +113,7 @@ def course(case: Case, sources: dict[str, Path], adapter: Path | None) -> dict[s
             engine.model.train()
     with contextlib.suppress(KeyboardInterrupt), regularizer.step(STEPS):
         raise KeyboardInterrupt
-    engine.settle()
+    engine.reshard()
     found["untouched"] = stored(engine) == before
     packed = [p for p in engine.model.parameters() if p.dtype == torch.uint8]
     found["packed"] = sum(local(p).numel() for p in packed), sum(p.numel() for p in packed)

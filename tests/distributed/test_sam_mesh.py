@@ -34,7 +34,7 @@ def course(kind: str, case: Case, other: dict[str, Any] | None = None) -> dict[s
     found: dict[str, Any] = {"losses": [], "perturbed": []}
     for step in range(STEPS):
         batch, count = micros(step, *engine.share)
-        at_rest = {name: tensor.clone() for name, tensor in engine.whole(engine.parameters).items()}
+        at_rest = {name: tensor.clone() for name, tensor in engine.full_tensors(engine.parameters).items()}
         losses = []
         with regularizer.step(step) as passes:
             for _ in passes:
@@ -43,22 +43,22 @@ def course(kind: str, case: Case, other: dict[str, Any] | None = None) -> dict[s
                         batch, count, task=LanguageModel(), head=None, context=lambda index: contextlib.nullcontext()
                     )
                 )
-        back = engine.whole(engine.parameters)
+        back = engine.full_tensors(engine.parameters)
         found["restored"] = all(torch.equal(back[name], value) for name, value in at_rest.items())
         assert found["restored"], step
         if step in (0, 3):
             grads = {name: p.grad for name, p in engine.parameters.items() if p.grad is not None}
-            found[f"gradients{step}"] = {name: g.clone() for name, g in engine.whole(grads).items()}
+            found[f"gradients{step}"] = {name: g.clone() for name, g in engine.full_tensors(grads).items()}
         optimizer.step()
         optimizer.zero_grad()
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
         found["losses"].append(float(losses[0]))
         found["perturbed"].append(float(losses[-1]))
         found["metrics"] = regularizer.metrics()
         if step == 3:  # may leave weights gathered
             with torch.no_grad():
                 engine.judged(**batch[0].inputs)
-            engine.settle()
+            engine.reshard()
     found["untouched"] = checksums(engine) == before
     found["state"] = engine.union(regularizer.state_dict())
     if other is not None:

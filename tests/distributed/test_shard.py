@@ -200,7 +200,7 @@ def compare(directories: dict[str, Path], cases: list[tuple[str, dict[str, Any],
         truth = {canonical(n): p.grad for n, p in single.named_parameters() if p.requires_grad}
         model, sharding, loaded = sharded(kind, directories[kind], mesh, world, **more)
         loss, grads = one_update(model, sharding, kind, world, more.get("accumulate", 1))
-        sharding.settle()
+        sharding.reshard()
         live = {canonical(n): p for n, p in model.named_parameters()}
         tensors = whole_all(
             {n: p.detach() for n, p in live.items()}, like=live, layout=TensorParallelLayout(), world=world

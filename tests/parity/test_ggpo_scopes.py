@@ -93,7 +93,7 @@ def test_loss_gradients_and_sketch_equal_autograd_through_dense_noise(scope: str
     losses, dense_losses, all_noise, sketches = [], [], [], {}
     with regularizer.step(0):
         for index, ids in enumerate(batch):
-            regularizer.micro(index)
+            regularizer.on_micro_batch(index)
             all_noise.append(noise_of(regularizer, ROWS))
             loss = seeded_loss(model, ids, index)
             loss.backward()
@@ -131,9 +131,9 @@ def test_what_has_a_noise_of_its_own() -> None:
         with regularizer.step(4):
             noise[scope] = []
             for micro in (0, 1):
-                regularizer.micro(micro)
+                regularizer.on_micro_batch(micro)
                 noise[scope] += [each[name] for each in noise_of(regularizer, 2)]
-            regularizer.micro(0)  # the second pass of a two-pass method
+            regularizer.on_micro_batch(0)  # the second pass of a two-pass method
             assert torch.equal(regularizer.perturbations(1, 2)[name], noise[scope][1])
         regularizer.detach()
     first, *others = noise["step"]
@@ -181,7 +181,7 @@ def test_samples_do_not_see_over_how_many_processes_they_are_spread() -> None:
         total = torch.zeros((), dtype=torch.float64)
         with regularizer.step(0):
             for micro in range(2):
-                regularizer.micro(micro)
+                regularizer.on_micro_batch(micro)
                 loss = loss_of(model, ids.roll(micro, 1)) * weight
                 loss.backward()
                 total += loss.detach()
@@ -214,7 +214,7 @@ def test_checkpointed_recomputation_sees_the_noise_of_its_own_micro_batch(scope:
         with torch.random.fork_rng(devices=[]), regularizer.step(0):
             torch.default_generator.manual_seed(1)
             for index, ids in enumerate(batch):
-                regularizer.micro(index)
+                regularizer.on_micro_batch(index)
                 loss_of(model, ids).backward()
         results.append((gradients(model), regularizer.state_dict()))
         regularizer.detach()
@@ -233,7 +233,7 @@ def test_a_backward_after_the_next_draw_uses_the_noise_of_its_forward() -> None:
         with regularizer.step(0):
             losses = []
             for index, ids in enumerate(batch):
-                regularizer.micro(index)
+                regularizer.on_micro_batch(index)
                 losses.append(loss_of(model, ids))
                 if not interleaved:
                     losses.pop().backward()
@@ -271,7 +271,7 @@ def test_sketch_is_unbiased_for_the_sum_over_draws(scope: str, trained: tuple[An
         total = dict.fromkeys(weights, 0)
         with regularizer.step(t):
             for index, ids in enumerate(batch):
-                regularizer.micro(index)
+                regularizer.on_micro_batch(index)
                 noise = noise_of(regularizer, 2)
                 loss_of(model, ids).backward()
                 with dense(twin, noise):
@@ -317,14 +317,14 @@ def test_a_layer_whose_input_has_no_batch_is_refused_by_name(from_the_start: boo
         pytest.raises(RegularizerError, match=rf"scope: sample.*{layer} gets \(8, .*microbatch"),
         regularizer.step(0),
     ):
-        regularizer.micro(0)
+        regularizer.on_micro_batch(0)
         model(torch.randn(2, 4, 6))
     assert frozen_checksums(model) == before
     assert not any("forward" in vars(module) or module._forward_pre_hooks for module in model.modules())
     regularizer.detach()
     regularizer = attached(model, "microbatch")
     with regularizer.step(0):
-        regularizer.micro(0)
+        regularizer.on_micro_batch(0)
         model(torch.randn(2, 4, 6))
 
 
@@ -334,7 +334,7 @@ def test_a_loop_that_names_no_micro_batch_is_told_so(scope: str) -> None:
     plain = loss_of(model, ids)
     regularizer = attached(model, scope)
     with regularizer.step(0):
-        regularizer.micro(0)
+        regularizer.on_micro_batch(0)
         loss_of(model, ids).backward()
     with pytest.raises(RegularizerError, match=r"q_proj.*micro\(index\)"), regularizer.step(1):
         loss_of(model, ids)

@@ -199,7 +199,7 @@ def test_a_source_comes_again_exactly_when_its_examples_are_used_up(task, group)
         for steps in range(1, 16):
             drawn = [i for step in range(steps) for micro in made.rows_at(step) for row in micro for i in row]
             own = [i for i in drawn if borders[source] <= i < borders[source + 1]]
-            assert made.comes_again(steps, source) == (len(own) > len(set(own))), (source, steps)
+            assert made.repeats_source(steps, source) == (len(own) > len(set(own))), (source, steps)
 
 
 def test_a_source_without_samples_is_refused():

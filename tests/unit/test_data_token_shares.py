@@ -179,7 +179,7 @@ def test_a_source_comes_again_exactly_when_its_examples_are_used_up(task):
         for steps in range(1, 14):
             drawn = [i for step in range(steps) for micro in made.rows_at(step) for packed in micro for i in packed]
             own = [i for i in drawn if borders[source] <= i < borders[source + 1]]
-            assert made.comes_again(steps, source) == (len(own) > len(set(own))), (source, steps)
+            assert made.repeats_source(steps, source) == (len(own) > len(set(own))), (source, steps)
 
 
 RECIPE = """

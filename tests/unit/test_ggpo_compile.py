@@ -25,7 +25,7 @@ def course(settings: dict[str, Any], lora: dict[str, Any], **compiled: Any) -> t
     losses, graphs = [], []
     for t in range(STEPS):
         with regularizer.step(t):
-            regularizer.micro(0)
+            regularizer.on_micro_batch(0)
             loss = loss_of(called, tokens(seed=t))
             loss.backward()
         optimizer.step()

@@ -181,7 +181,7 @@ def test_resumed_equals_continuous_to_the_bit_with_every_option() -> None:
                 regularizer.load_state_dict(state)
             for t in range(first, last):
                 with regularizer.step(t):
-                    regularizer.micro(0)
+                    regularizer.on_micro_batch(0)
                     loss = loss_of(model, tokens(seed=t))
                     loss.backward()
                 optimizer.step()

@@ -197,8 +197,8 @@ def test_what_was_left_out_in_a_row_is_remembered(source, tmp_path):
 def test_a_regularizer_learns_nothing_from_it(config, in_pass, source, tmp_path):
     """Its state after the left-out step is the one before, but for counters and norms of the weights."""
     regularizer, told = build(config), []
-    updated = regularizer.updated
-    regularizer.updated = lambda rate: (told.append(rate), updated(rate))[1]
+    updated = regularizer.after_optimizer_step
+    regularizer.after_optimizer_step = lambda rate: (told.append(rate), updated(rate))[1]
     states = {}
 
     class Peeking(SickEngine):

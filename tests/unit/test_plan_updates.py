@@ -53,7 +53,7 @@ def _micro(task: Task) -> tuple[MicroBatch, int]:
     ids = torch.randint(5, WORDS, (rows, TOKENS), generator=drawn)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     each = tuple((row,) for row in range(rows))
-    if task.by_example:
+    if task.is_sequence_level:
         return MicroBatch(inputs, torch.arange(rows) % CLASSES, rows, rows, each, padded=False), rows
     labels = ids.clone()
     labels[:, 0] = -100
@@ -76,7 +76,7 @@ def _allocated(
 ) -> tuple[float, dict[str, int]]:
     """Bytes at the worst moment of the third update, and what a training would say before its first one, by cause."""
     before = held_bytes()  # tests that ran before this one in its process keep models of theirs
-    names = [str(number) for number in range(CLASSES)] if task.by_example else None
+    names = [str(number) for number in range(CLASSES)] if task.is_sequence_level else None
     engine = build_engine(
         str(backbone),
         task=task,
@@ -97,7 +97,7 @@ def _allocated(
             if not head:
                 with autocast(train, CPU):
                     head.append(engine.find_head(micro.inputs, task=task))
-                engine.settle()
+                engine.reshard()
             with regularizer.step(next(steps)) as passes:
                 for _ in passes:
                     engine.forward_backward(
@@ -105,7 +105,7 @@ def _allocated(
                     )
         engine.clip(1.0)
         optimizer.step(1e-3)
-        regularizer.updated(1e-3)
+        regularizer.after_optimizer_step(1e-3)
 
     update()
     update()

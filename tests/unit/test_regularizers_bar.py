@@ -55,7 +55,7 @@ def train(model: Any, regularizer: BARRegularizer, first: int, last: int, optimi
                 total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
         losses.append(total)
     return losses
 
@@ -111,14 +111,14 @@ def test_the_larger_gradient_decides_for_nbar_and_the_larger_factor_for_obar() -
         before = {n: p.detach().clone() for n, p in trained(model).items()}
         with regularizer.step(0):
             loss_of(model, tokens()).backward()
-        regularizer.updated(0.1)
+        regularizer.after_optimizer_step(0.1)
         for name, p in trained(model).items():
             assert torch.allclose(p, before[name] * (0.8 if "lora_A" in name else 0.0), rtol=1e-6)
         metrics = regularizer.metrics()
         assert metrics["balance"] == 1 and metrics["alpha"] == 2.0
         assert metrics["grown_a"] == 0
         kept = {n: p.detach().clone() for n, p in trained(model).items()}
-        regularizer.updated(0.1)  # not a second time for the same step
+        regularizer.after_optimizer_step(0.1)  # not a second time for the same step
         assert all(torch.equal(p, kept[n]) for n, p in trained(model).items())
 
 
@@ -132,7 +132,7 @@ def test_obar_balances() -> None:
     for t in range(20):
         with regularizer.step(t):
             pass
-        regularizer.updated(0.1)
+        regularizer.after_optimizer_step(0.1)
         seen.append(abs(regularizer.metrics()["balance"]))
     assert seen[0] > 0.5 and seen[-1] < 0.2 * seen[0]
 
@@ -174,13 +174,13 @@ def test_a_loss_scale_or_clipping_changes_nothing_and_a_broken_gradient_rescales
             (loss_of(model, tokens()) * scale).backward()
         if clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
         ends.append({n: p.detach().clone() for n, p in trained(model).items()})
         clear(model)
         with regularizer.step(1):
             loss_of(model, tokens()).backward()
             next(iter(trained(model).values())).grad.view(-1)[0] = float("nan")
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
         assert all(torch.equal(p, ends[-1][n]) for n, p in trained(model).items())
         assert regularizer.metrics()["grown_a"] == 0
     before = trained(with_lora(tiny_llama()))
@@ -195,7 +195,7 @@ def test_an_exception_in_a_step_rescales_nothing() -> None:
     with pytest.raises(KeyboardInterrupt), regularizer.step(0):
         loss_of(model, tokens()).backward()
         raise KeyboardInterrupt
-    regularizer.updated(RATE)
+    regularizer.after_optimizer_step(RATE)
     assert all(torch.equal(p, before[n]) for n, p in trained(model).items())
 
 
@@ -228,7 +228,7 @@ def test_misuse_and_foreign_states_are_refused() -> None:
         attached(NBAR, tiny_llama())
     fresh = build(NBAR)
     assert fresh.metrics() == {}
-    fresh.updated(1.0)
+    fresh.after_optimizer_step(1.0)
     for use in (lambda: fresh.step(0).__enter__(), lambda: fresh.load_state_dict({})):
         with pytest.raises(RegularizerError, match="not attached"):
             use()

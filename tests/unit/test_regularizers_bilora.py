@@ -43,7 +43,7 @@ def train(model: Any, regularizer: Regularizer, first: int, last: int, optimizer
                 losses[-1] += float(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
     return losses
 
 
@@ -119,7 +119,7 @@ def test_it_ascends_inside_its_ball_while_the_first_adapter_stands_still() -> No
             loss = loss_of(model, ids)
             loss.backward()
         losses.append(float(loss.detach()))
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
         model.zero_grad()
         assert regularizer.metrics()["auxiliary_norm"] <= 1.0 + 1e-6
     assert losses[0] == pytest.approx(float(loss_of(model, ids).detach()), rel=1e-6)  # B₂ = 0 at first
@@ -139,7 +139,7 @@ def test_nobody_else_sees_the_second_adapter() -> None:
             assert [n for n, _ in model.named_parameters()] == names and set(get_peft_model_state_dict(model)) == saved
             loss.backward()
         model.zero_grad()
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
         assert forwards(model) == [] and torch.equal(loss_of(model, ids), plain)
     with pytest.raises(KeyboardInterrupt), regularizer.step(2):
         assert not torch.equal(loss_of(model, ids), plain)
@@ -171,8 +171,8 @@ def test_a_step_that_came_to_nothing_teaches_nothing(how: str) -> None:
     if how == "no update":
         with regularizer.step(3):
             pass
-    regularizer.updated(RATE)
-    regularizer.updated(RATE)  # a second word about the same step
+    regularizer.after_optimizer_step(RATE)
+    regularizer.after_optimizer_step(RATE)  # a second word about the same step
     after = regularizer.state_dict()
     assert all(torch.equal(before[n], after[n]) for n in before if n not in ("bi-lora.step", "bi-lora.skips"))
     assert regularizer.metrics()["auxiliary_skips"] == (how == "infinite")
@@ -187,7 +187,7 @@ def test_a_loss_scaler_changes_nothing() -> None:
             with regularizer.step(t, loss_scale=scale):
                 (loss_of(model, tokens(seed=t)) * scale).backward()
             model.zero_grad()
-            regularizer.updated(RATE)
+            regularizer.after_optimizer_step(RATE)
         states.append(factors(regularizer.state_dict()))
     assert all(torch.allclose(states[0][n], states[1][n], rtol=0, atol=1e-6) for n in states[0])
 

@@ -66,13 +66,13 @@ def train(model: Any, regularizer: Regularizer, first: int, last: int, optimizer
         total = torch.zeros((), dtype=next(model.parameters()).dtype)
         with regularizer.step(t):
             for index, ids in enumerate(micros(t)):
-                regularizer.micro(index)
+                regularizer.on_micro_batch(index)
                 loss = exact_loss(model, ids) / 2
                 loss.backward()
                 total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        regularizer.updated(1e-2)
+        regularizer.after_optimizer_step(1e-2)
         losses.append(total)
     return losses
 

@@ -111,7 +111,7 @@ def test_it_is_uniform_noise_on_the_embedded_input_tokens_of_a_training_step(cas
     embedding = input_embedding(model)
     plain, clean = model(**inputs).loss, embedding(ids)
     with regularizer.step(1):
-        regularizer.micro(2)
+        regularizer.on_micro_batch(2)
         state = torch.random.get_rng_state()
         noisy = embedding(ids)
         assert torch.equal(state, torch.random.get_rng_state())
@@ -154,7 +154,7 @@ def test_micro_batches_and_steps_differ_and_ranks_have_their_rows() -> None:
     def noise(part: Tensor, *, step: int = 0, micro: int = 0, placement: Any = None) -> Tensor:
         regularizer = attached(model, placement=placement)
         with regularizer.step(step):
-            regularizer.micro(micro)
+            regularizer.on_micro_batch(micro)
             noisy = embedding(part)
         regularizer.detach()
         return noisy

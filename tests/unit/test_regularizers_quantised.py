@@ -68,7 +68,7 @@ def test_bi_lora_in_two_steps(kind: Quantization, sources: dict[str, Path]) -> N
     regularizer = build(BiLora(rho=0.5, rank=2)).attach(model, seed=1, total_steps=2)
     with regularizer.step(0):
         loss_and_gradients(model)
-    regularizer.updated(1e-2)
+    regularizer.after_optimizer_step(1e-2)
     state = regularizer.state_dict()
     noise = {name[:-2]: state[f"{name[:-2]}.B"] @ a for name, a in state.items() if name.endswith(".A")}
     assert len(noise) == 14 and all(float(value.norm()) > 0 for value in noise.values())

@@ -39,7 +39,7 @@ def two_passes(model: Any, regularizer: Regularizer, ids: Tensor, parts: int = 1
         for _ in passes:
             losses.append(0.0)
             for index, part in enumerate(ids.tensor_split(parts)):
-                regularizer.micro(index)
+                regularizer.on_micro_batch(index)
                 loss = loss_of(model, part) / parts
                 (loss if scaler is None else scaler.scale(loss)).backward()
                 losses[-1] += float(loss.detach())

@@ -94,14 +94,14 @@ def plain_loop(model: Any, config: Any, *, steps: int = 4, accumulate: int = 2) 
         with regularizer.step(t) as passes:
             for index in passes:
                 for number, ids in enumerate(micros(t, accumulate)):
-                    regularizer.micro(number)
+                    regularizer.on_micro_batch(number)
                     loss = model(input_ids=ids, labels=ids).loss / accumulate
                     loss.backward()
                     losses += [float(loss.detach())] if index == 0 else []
         torch.nn.utils.clip_grad_norm_(theta(model).values(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
-        regularizer.updated(RATE)
+        regularizer.after_optimizer_step(RATE)
     return [sum(losses[t * accumulate : (t + 1) * accumulate]) for t in range(steps)], regularizer
 
 
@@ -193,7 +193,7 @@ class Reader(PlainRegularizer):
     def micro(self, index: int) -> None:
         self.micros[-1].append(index)
 
-    def updated(self, rate: float) -> None:
+    def after_optimizer_step(self, rate: float) -> None:
         self.rates.append(rate)
 
 

@@ -439,7 +439,7 @@ def test_an_ascent_that_is_left_out_on_the_device_changes_nothing(llama):
                 model(input_ids=ids, labels=ids).loss.backward()
                 if step in broken:
                     next(iter(regularizer._factors.values())).grad[0, 0] = math.nan
-            regularizer.updated(1e-2)
+            regularizer.after_optimizer_step(1e-2)
         return regularizer
 
     host, device = run(True, {2}), run(False, {2})

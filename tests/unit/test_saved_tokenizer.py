@@ -72,7 +72,7 @@ def test_what_is_saved_reads_as_training_did(kind: str, task: Task, tmp_path: Pa
     saved = AutoTokenizer.from_pretrained(tmp_path / "after")
     assert len(found) == 6
     for row, example in zip(rows, found, strict=True):
-        if len(example.input_ids) < 20 or task.by_example:
+        if len(example.input_ids) < 20 or task.is_sequence_level:
             assert task.reads_same(saved, row, example, 20), (row.values, saved(row.values["text"])["input_ids"])
     assert saved.decode(saved("a b")["input_ids"], skip_special_tokens=True) == own.decode(
         own("a b")["input_ids"], skip_special_tokens=True

@@ -177,16 +177,16 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     micro = batches.at(0)[0]
     assert batches.packed == task.pack and micro.supervised == batches.supervised(0) > 0
     panel = first_batch_panel(micro, tokenizer, task, label_names=names, units=units)
-    assert ("examples" in panel.splitlines()[0]) == task.by_example and "⟦" in panel
+    assert ("examples" in panel.splitlines()[0]) == task.is_sequence_level and "⟦" in panel
 
-    model = load_backbone(directory, task=task, label_names=names if task.by_example else None)
+    model = load_backbone(directory, task=task, label_names=names if task.is_sequence_level else None)
     model = attach_adapter(model, Adapter(rank=2), task=task, seed=0)
     loss = batch_loss(model, micro, task=task)
     loss.backward()
     assert loss.dtype == torch.float32 and loss.ndim == 0 and 0 < float(loss.detach()) < 1e5
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in trainable(model).values())
     head = find_head(model, micro.inputs, task=task)
-    assert (head is None) == task.by_example or task.hides_tokens
+    assert (head is None) == task.is_sequence_level or task.hides_tokens
     assert float(batch_loss(model, micro, task=task, head=head).detach()) == pytest.approx(
         float(loss.detach()), rel=1e-4
     )
@@ -201,7 +201,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
             total = sum(float(batch_loss(model.eval(), batch, task=task.judged())) for batch in all_of_them)
         count = sum(batch.supervised for batch in all_of_them)
         assert figures["loss"]["value"] == pytest.approx(total / count, rel=1e-4)
-    if task.by_example:
+    if task.is_sequence_level:
         labels = task.blank_labels(3, model.config.num_labels)
         assert task.example_losses(torch.zeros(3, model.config.num_labels), labels).shape == (3,)
 
@@ -211,7 +211,7 @@ def test_prompts_and_the_cards_lines(task, backbones):
     tokenizer = open_backbone(backbones(task)).tokenizer
     use = task.usage(tokenizer, ("0", "1"))
     ast.parse("\n".join((*use.before, *use.ask, use.text, *use.answer)))
-    if not task.writes:
+    if not task.is_generative:
         with pytest.raises(UserError, match=rf"task.kind: {task.kind} trains a model that writes no text"):
             task.check_writes()
         return
@@ -249,7 +249,7 @@ def test_settings_that_a_kind_has_not_answer_as_if_nobody_had_set_them():
         "auto",
         0,
     )
-    assert plain.judged() is plain and plain.lenient() is plain and plain.template_record() is None
+    assert plain.judged() is plain and plain.without_limits() is plain and plain.template_record() is None
 
 
 # ---------------------------------------------------------------------------------------- nobody asks which kind it is

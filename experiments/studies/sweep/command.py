@@ -170,7 +170,7 @@ def _shared(
         if not there:
             stack.callback(_remove_if_empty, out)
         leases = stack.enter_context(Leases(out / CLAIMS, seconds=seconds, lost=lost))
-        whole = functools.partial(leases.alone, PLANNED, waits=lambda who: console.say(f"waiting for {who}"))
+        whole = functools.partial(leases.exclusive, PLANNED, waits=lambda who: console.say(f"waiting for {who}"))
         with whole(), exclusive_lock(out):
             asked, cells = _planned(out, asked, console, None)
             refuse_other_plan(out, asked.document(cells))
