@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks._harness import ROOT
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.config import Sweep
+from flatshift.experiments.recipe.config import SweepConfig
 from flatshift.experiments.recipe.key import recipe_key
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import FORMAT, MARKER, RESULT
@@ -72,7 +72,7 @@ def _cells(study: Study, file: Path) -> list[Cell]:
     return list(found)
 
 
-def block(study: Study) -> tuple[Sweep, Axes]:
+def block(study: Study) -> tuple[SweepConfig, Axes]:
     """The `sweep` block of the study's recipe, and its axes."""
     found = load_recipe(study.recipe, []).recipe.sweep
     assert found is not None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import Example
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.models.backbone import quiet_transformers
@@ -28,7 +28,7 @@ from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.layout import local
 from flatshift.finetune.parallel.mesh import ProcessMesh
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.seeds import torch_generator
 from flatshift.finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
@@ -185,10 +185,12 @@ def examples(model: str) -> list[Example]:
     return found
 
 
-def batches(subject: Subject, layout: Layout, *, share: tuple[int, int] = (0, 1), multiple: int = 1) -> Batches:
+def batches(
+    subject: Subject, layout: Layout, *, share: tuple[int, int] = (0, 1), multiple: int = 1
+) -> TrainingDataLoader:
     """The rows of every update; those of the `share[0]`-th data rank."""
     train = layout.train()
-    return Batches(
+    return TrainingDataLoader(
         examples(subject.model),
         task=subject.task(packed=layout.packed),
         batch_size=train.batch_size,
@@ -216,7 +218,7 @@ def write_start(model: str, backbone: Path, directory: Path) -> None:
 
 def _engine(subject: Subject, layout: Layout, mesh: Mesh, world: ProcessMesh, backbone: Path) -> Engine:
     task, train = subject.task(packed=layout.packed), layout.train()
-    check_settings(Settings(mesh, train, ADAPTER, task))
+    check_settings(RuleSettings(mesh, train, ADAPTER, task))
     engine = build_engine(
         str(backbone),
         task=task,

@@ -107,12 +107,12 @@ def duplicates() -> Work:
     import numpy as np
 
     from flatshift.selection.hygiene.config import NearDuplicates as Settings
-    from flatshift.selection.hygiene.duplicates import NearDuplicates
+    from flatshift.selection.hygiene.duplicates import NearDuplicateGroups
 
     found = texts()
     twins = [" ".join("x" if i % 20 == 19 else w for i, w in enumerate(text.split())) for text in found]
     everything = [*found, *twins]
-    signed = NearDuplicates(Settings(), seed=0)
+    signed = NearDuplicateGroups(Settings(), seed=0)
     signed.sign(everything)
     signed.propose(np.ones(len(everything), dtype=bool))
     signed.collect(everything)

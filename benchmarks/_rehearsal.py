@@ -26,7 +26,7 @@ from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.compute.capabilities import CUDA, T4, Capabilities
 from flatshift.finetune.compute.matmul_rate import DTYPES
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
@@ -180,7 +180,7 @@ def rehearse(
         **(settings or {}),
     )
     masking = Masking(3, np.arange(4, VOCABULARY)) if task.hides_tokens else None
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples,
         task=task,
         batch_size=2,

@@ -51,7 +51,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from benchmarks.cuda_rehearsal import Rehearsal
     from flatshift.finetune.compute.capabilities import CUDA, rehearsed
     from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.run_directory import RunDirectory
@@ -90,7 +90,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
         engine.keeps = False
         engine.save_adapter = lambda directory: None  # type: ignore[method-assign]
         examples = rows("completion", 3 * RANKS)
-        batches = Batches(
+        batches = TrainingDataLoader(
             examples,
             task=task,
             batch_size=share[1],

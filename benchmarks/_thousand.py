@@ -33,17 +33,17 @@ class Thousand:
 
     def batches(self, *, packed: bool, rows: int, whole: bool = False) -> Any:
         """Micro-batches of `rows` rows; whole: one step is all of them, each once."""
-        from flatshift.finetune.data.batches import Batches
+        from flatshift.finetune.data.batches import TrainingDataLoader
 
         settings: dict[str, Any] = {"seed": 0, "max_length": LENGTH, "pad_id": self.pad_id}
         task = Completion(prompt=self.task.prompt, completion=self.task.completion, pack=packed)
-        made = Batches(self.examples, task=task, batch_size=rows, **settings)
+        made = TrainingDataLoader(self.examples, task=task, batch_size=rows, **settings)
         if not whole:
             return made
         count = len(made.epoch(0))
         if count % rows:
             raise ValueError(f"{count} rows do not divide into micro-batches of {rows}")
-        return Batches(self.examples, task=task, batch_size=rows, accumulate=count // rows, **settings)
+        return TrainingDataLoader(self.examples, task=task, batch_size=rows, accumulate=count // rows, **settings)
 
     def timed(self) -> list[tuple[str, Completion, Any]]:
         """What is timed: the first updates of these rows, packed and padded."""

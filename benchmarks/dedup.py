@@ -24,7 +24,7 @@ from flatshift.selection.hygiene import (
     Decontaminate,
     Hygiene,
     Language,
-    Length,
+    LengthFilter,
     NearDuplicates,
     Reference,
     Repetition,
@@ -175,7 +175,7 @@ def main() -> None:
     for what, settings in (
         ("exact duplicates", Hygiene(exact=True)),
         ("13-gram decontamination against 1,000 texts", Hygiene(decontaminate=Decontaminate())),
-        ("length", Hygiene(length=Length(min_words=5))),
+        ("length", Hygiene(length=LengthFilter(min_words=5))),
         ("language", Hygiene(language=Language())),
         ("repetition", Hygiene(repetition=Repetition())),
     ):

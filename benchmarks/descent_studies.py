@@ -29,7 +29,7 @@ from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.report import build_report, formats
 from flatshift.experiments.report.chapters.sweep_verdicts import crossing_words
-from flatshift.experiments.results.analysis import Judged, compared, judge
+from flatshift.experiments.results.analysis import AnalysedCurve, compared, judge
 from flatshift.experiments.results.cells import FORMAT, MARKER
 from flatshift.experiments.results.sweep import INTERPOLATION, STEP, SweepData, read_sweep
 from flatshift.experiments.results.table import SweepTable
@@ -52,7 +52,7 @@ class Found:
 
     study: Study
     data: SweepData
-    judged: list[Judged] = field(default_factory=list)
+    judged: list[AnalysedCurve] = field(default_factory=list)
     beside: list[tuple[dict[str, Any], Any, CurveComparison, Curve]] = field(default_factory=list)
     """(setting, the base's level, how it lies beside the base, its curve)."""
     missing: list[tuple[str, str]] = field(default_factory=list)
@@ -208,7 +208,7 @@ def _arms(study: Study) -> tuple[list[str], list[str]]:
     return mine, [arm for arm in dict.fromkeys(arm for other in STUDIES for arm in of(other)) if arm not in mine]
 
 
-def _lowest_and_last(each: Judged, between: str = ", ") -> str:
+def _lowest_and_last(each: AnalysedCurve, between: str = ", ") -> str:
     curve = each.curve
     whole = np.flatnonzero(np.isfinite(curve.test).any(0))  # all seeds may have diverged before the last point
     mean = np.nanmean(curve.test[:, whole], axis=0)
@@ -217,7 +217,7 @@ def _lowest_and_last(each: Judged, between: str = ", ") -> str:
     return f"{mean[best]:.3f} at {formats.axis_value(curve.values[whole[best]])}{between}{mean[-1]:.3f}{last}"
 
 
-def _line(each: Judged) -> str:
+def _line(each: AnalysedCurve) -> str:
     peak = each.verdict.peak
     cells = [
         formats.setting(each.where) or "all",

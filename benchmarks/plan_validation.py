@@ -22,7 +22,7 @@ from flatshift.finetune.config import Adapter
 from flatshift.finetune.parallel.pipeline.plan import bubble
 from flatshift.finetune.planner.calibration import MemoryOverhead, process_slack
 from flatshift.finetune.planner.cluster import read_sizes
-from flatshift.finetune.planner.throughput import DEVICES, Work, seconds
+from flatshift.finetune.planner.throughput import DEVICES, StepLayout, seconds
 
 A100 = DEVICES["A100-80"]
 IB, SEQUENCE, VOCABULARY = 25e9, 2048, 51200
@@ -110,7 +110,7 @@ def step(
     to add up gradients in float32."""
     data = devices // (tp * pp)
     own = (12 * layers * hidden**2 / pp + VOCABULARY * hidden) / tp
-    work = Work(
+    work = StepLayout(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -239,7 +239,7 @@ def lora(bench: Benchmark) -> None:
     shape = {"layers": 96, "hidden": 12288, "heads": 96, "products": 12 * 12288**2, "head": VOCABULARY * 12288}
     took = [
         seconds(
-            Work(**shape, sequence=SEQUENCE, rows=1, micro=1, recompute="full", whole=on), A100, network=IB
+            StepLayout(**shape, sequence=SEQUENCE, rows=1, micro=1, recompute="full", whole=on), A100, network=IB
         ).products
         for on in (True, False)
     ]

@@ -22,7 +22,7 @@ from benchmarks._head_updates import Updates, error_after, head
 from benchmarks._kept import write_between
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import from_override
-from flatshift.experiments.results.analysis import Analysis, Judged
+from flatshift.experiments.results.analysis import AnalysedCurve, Analysis
 from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.experiments.studies.sweep import sweep
@@ -92,7 +92,7 @@ def found(name: str, seed: int, **settings: Any) -> dict[str, Any]:
     return told
 
 
-def document(judged: Judged) -> dict[str, Any]:
+def document(judged: AnalysedCurve) -> dict[str, Any]:
     """What is kept of a curve."""
     curve, verdict = judged.curve, judged.verdict
     peak = verdict.peak

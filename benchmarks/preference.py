@@ -27,7 +27,7 @@ LOSSES: dict[str, tuple[Preference, list[str]]] = {
 
 def batches_of(task: Preference) -> Any:
     """Pairs of the shipped sample, 2 micro-batches of 2 an update."""
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.models.backbone import open_backbone
@@ -35,7 +35,7 @@ def batches_of(task: Preference) -> Any:
     tokenizer = open_backbone(BACKBONE).tokenizer
     rows = read_rows(["sample:statements/train"], required=task.columns())
     encoded = encode(rows, task=task, tokenizer=tokenizer, max_length=96)
-    return Batches(
+    return TrainingDataLoader(
         encoded.examples, task=task, batch_size=2, accumulate=2, seed=SEED, max_length=96, pad_id=tokenizer.pad_token_id
     )
 

@@ -36,7 +36,7 @@ bytes; a 4-bit value with a scale for 64 takes 0.28 of bf16's, with quantised sc
 def curve(kind: str | None) -> list[float]:
     """Losses of one run on the shipped backbone."""
     from flatshift.finetune.adapters.adapter import attach_adapter
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.models.backbone import open_backbone
@@ -50,7 +50,9 @@ def curve(kind: str | None) -> list[float]:
     tokenizer = open_backbone(BACKBONE).tokenizer
     rows = list(read_rows(["sample:scicite/train"]))
     examples = encode(rows, task=TASK, tokenizer=tokenizer, max_length=128).examples
-    batches = Batches(examples, task=TASK, batch_size=4, seed=SEED, max_length=128, pad_id=tokenizer.pad_token_id)
+    batches = TrainingDataLoader(
+        examples, task=TASK, batch_size=4, seed=SEED, max_length=128, pad_id=tokenizer.pad_token_id
+    )
     backbone = load_backbone(BACKBONE, task=TASK, precision="bf16", quantization=kind)  # type: ignore[arg-type]
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:

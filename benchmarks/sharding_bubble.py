@@ -43,7 +43,7 @@ def passes(**arguments: Any) -> dict[str, Any]:
     """`ours` on this rank, with the passes of its last update in order and the seconds that each kind took."""
     from torch.distributed.pipelining import PipelineStage
 
-    from flatshift.finetune.parallel.pipeline.stage import Stage
+    from flatshift.finetune.parallel.pipeline.stage import StageModel
 
     seen: list[tuple[Pass, float]] = []
 
@@ -58,7 +58,7 @@ def passes(**arguments: Any) -> dict[str, Any]:
 
         setattr(cls, name, call)
 
-    timed(Stage, "forward", lambda stage, args, how: ("forward", stage.index, int(how["piece"])))
+    timed(StageModel, "forward", lambda stage, args, how: ("forward", stage.index, int(how["piece"])))
     timed(PipelineStage, "backward_one_chunk", lambda stage, args, how: ("backward", stage.stage_index, int(args[0])))
     figures = ours(**arguments)
     names = {name for name, _ in seen}

@@ -48,7 +48,7 @@ def _cells(
     noisy: every second cell trains with GGPO. last: adapters in the last block, and the same rows for all cells.
     """
     from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.models.backbone import open_backbone
@@ -85,7 +85,7 @@ def _cells(
                 tokenizer,
                 TrainingStage(name="fine-tune",
                 task=task,
-                batches=Batches(
+                batches=TrainingDataLoader(
                     examples, task=task, batch_size=shape[0], seed=seed, max_length=shape[1],
                     pad_id=tokenizer.pad_token_id,
                 ),

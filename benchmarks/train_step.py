@@ -40,7 +40,7 @@ Precision = Literal["fp32", "bf16"]
 
 def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> Any:
     """The shipped samples as the loop would see them: the pool for language modelling, SciCite for labels."""
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.models.backbone import open_backbone
@@ -50,7 +50,7 @@ def batches_of(task: Task, *, rows: int, length: int, accumulate: int = 1) -> An
     found = [row for row, _ in zip(read_rows([source]), range(2000), strict=False)]
     tokenizer = open_backbone(BACKBONE).tokenizer
     examples = encode(found, task=task, tokenizer=tokenizer, max_length=length).examples
-    return Batches(
+    return TrainingDataLoader(
         examples,
         task=task,
         batch_size=rows,

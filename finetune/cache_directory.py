@@ -16,7 +16,7 @@ ABOUT = "about.json"
 _LIMIT_GIB = 20.0
 
 
-class Kept(NamedTuple):
+class CacheEntry(NamedTuple):
     """One entry of the cache."""
 
     path: Path
@@ -58,7 +58,7 @@ def remember(path: Path, value: Any) -> None:
         return
 
 
-def kept(root: Path) -> list[Kept]:
+def kept(root: Path) -> list[CacheEntry]:
     """The entries in `root`, those used last at the end."""
     found = []
     for path in root.glob(f"{ENTRY}*") if root.is_dir() else ():
@@ -67,7 +67,7 @@ def kept(root: Path) -> list[Kept]:
             size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         except OSError:
             continue  # another process is just removing it
-        found.append(Kept(path, size, used))
+        found.append(CacheEntry(path, size, used))
     return sorted(found, key=lambda entry: entry.used)
 
 

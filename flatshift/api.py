@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flatshift.experiments.recipe.config import Recipe
     from flatshift.experiments.recipe.tree import Branch
     from flatshift.experiments.results.sweep import SweepData
-    from flatshift.finetune.evaluate.bootstrap import Interval
+    from flatshift.finetune.evaluate.bootstrap import BootstrapInterval
 
 Overrides = Mapping[str, Any]
 """Recipe keys and values: `{"train": {"steps": 4}}` or `{"train.steps": 4}`."""
@@ -164,7 +164,7 @@ class Run:
         return (self.path / "done.json").is_file()
 
     @property
-    def metrics(self) -> dict[str, dict[str, Interval]]:
+    def metrics(self) -> dict[str, dict[str, BootstrapInterval]]:
         """eval.json: `{split: {metric: {"value", "low", "high", "n"}}}`; empty before the run was judged."""
         from flatshift.experiments.results.run import read_object
 

@@ -26,7 +26,7 @@ from flatshift.finetune.config import LONGEST
 from flatshift.finetune.errors import UserError, shortened
 from flatshift.finetune.launch import spawn
 from flatshift.finetune.models.quantize import check_available
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
 _SEED = (0, 2**63 - 1)
@@ -206,7 +206,7 @@ def _told(text: str, kinds: dict[str, set[Any]]) -> str:
 
 def spawn_ranks(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
     """The same command line once more, as the ranks of the recipe's mesh."""
-    check_settings(Settings.of(recipe))
+    check_settings(RuleSettings.of(recipe))
     check_available(recipe.train.quantization)
     with others_speak():
         return spawn.spawn(

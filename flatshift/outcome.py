@@ -15,7 +15,7 @@ from flatshift.finetune.errors import printable
 from flatshift.finetune.tasks import KINDS
 
 if TYPE_CHECKING:
-    from flatshift.experiments.results.run import Run
+    from flatshift.experiments.results.run import RunResults
 
 _TOP, _VERDICTS, _TEXT = 3, 6, 64
 
@@ -50,7 +50,7 @@ def of_training(path: Path) -> None:
     say(aligned(["split", "metric", "value (95 %)", "floor", "n"], rows, right={4}) if rows else "", after_run(run))
 
 
-def after_run(run: Run) -> list[list[str]]:
+def after_run(run: RunResults) -> list[list[str]]:
     """What to do with a finished run."""
     path = str(run.path)
     files = [name for split in ("test", "dev", "train") for name in _files(run.recipe, split)]
@@ -76,7 +76,7 @@ def of_merge(path: Path, merged: Path) -> None:
     say("", found)
 
 
-def _converses(run: Run) -> bool:
+def _converses(run: RunResults) -> bool:
     """Whether its model answers prompts."""
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None

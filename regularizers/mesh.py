@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Cut(Protocol):
+class ShardSlice(Protocol):
     """Which rows or columns of a whole W0 a process has."""
 
     @property
@@ -40,10 +40,10 @@ class Placement(Protocol):
         """A process's gradients are those of its own tokens' loss terms times this number (FSDP2 averages, so a loop
         that wants sums scales the loss by the group's size)."""
 
-    def rows(self, layer: str) -> Cut | None:
+    def rows(self, layer: str) -> ShardSlice | None:
         """The rows of W0 that this process has of `layer` (column-parallel: LoRA's B is cut along); None: all."""
 
-    def columns(self, layer: str) -> Cut | None:
+    def columns(self, layer: str) -> ShardSlice | None:
         """The columns of W0 that this process has of `layer` (row-parallel: LoRA's A is cut along); None: all."""
 
     def sum_tensor(self, tensor: Tensor) -> None:

@@ -15,7 +15,7 @@ from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.models.families import context_families, pipeline_families, tensor_plans
 from flatshift.finetune.parallel.pipeline import bubble, schedules
 from flatshift.finetune.parallel.pipeline.plan import virtual_stages
-from flatshift.finetune.planner.rules import RULES, Settings, broken_rule
+from flatshift.finetune.planner.rules import RULES, RuleSettings, broken_rule
 from flatshift.finetune.stacked.limits import REASONS
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from flatshift.regularizers.config import GGPO, SAM, Plain, RegularizerConfig
@@ -73,14 +73,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 _STAGES, _PIECES = 4, 16
 
 
-def settings(changes: dict[str, Any]) -> Settings:
+def settings(changes: dict[str, Any]) -> RuleSettings:
     """A recipe's parts with some fields changed."""
 
     def part(component: Any) -> Any:
         own = {field.name for field in dataclasses.fields(component)} & changes.keys()
         return dataclasses.replace(component, **{key: changes[key] for key in own})
 
-    return Settings(
+    return RuleSettings(
         part(Mesh()),
         part(Train()),
         part(Adapter()),

@@ -7,8 +7,8 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.features.matrix import Features
-from flatshift.selection.features.pooling import Backbone, Encoder, Gradients
+from flatshift.selection.features.matrix import PrecomputedFeatures
+from flatshift.selection.features.pooling import BackboneEmbedder, EncoderEmbedder, Gradients
 from flatshift.selection.features.static import Static
 from flatshift.selection.features.tfidf import TfIdf
 from flatshift.selection.features.token_space import TokenNgrams
@@ -80,7 +80,7 @@ class Domains:
 
 
 Method = Inner | Domains | Auto
-Embedder = TfIdf | TokenNgrams | Backbone | Encoder | Gradients | Static | Features
+Embedder = TfIdf | TokenNgrams | BackboneEmbedder | EncoderEmbedder | Gradients | Static | PrecomputedFeatures
 
 
 def build_selector(

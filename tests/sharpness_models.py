@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatshift.regularizers.sharpness import AdapterSpace, FullSpace, Hessian, Objective, Sharpness, Space
+from flatshift.regularizers.sharpness import AdapterSpace, FullSpace, Hessian, LossFunction, Sharpness, Space
 from tests.regularizer_models import frozen_checksums, tiny_gpt2, tokens, with_lora
 
 IDS = tokens(6, 8)
@@ -61,8 +61,8 @@ def gpt2(**settings: Any) -> Any:
     return with_lora(tiny_gpt2(dtype=torch.float64), fan_in_fan_out=True, **settings)
 
 
-def objective(model: Any) -> Objective:
-    return Objective(model, lambda: loss_of(model, IDS))
+def objective(model: Any) -> LossFunction:
+    return LossFunction(model, lambda: loss_of(model, IDS))
 
 
 def dense_loss(model: Any, kind: str) -> tuple[Callable[[Tensor], Tensor], Tensor]:

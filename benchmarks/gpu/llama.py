@@ -162,7 +162,7 @@ def batches(shape: Shape, *, rows: int, sequence: int, count: int = 4) -> Any:
     again."""
     import numpy as np
 
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.example import Example
     from flatshift.finetune.seeds import numpy_generator
     from flatshift.finetune.tasks import LanguageModel
@@ -172,7 +172,7 @@ def batches(shape: Shape, *, rows: int, sequence: int, count: int = 4) -> Any:
     examples = []
     for number, row in enumerate(ids.tolist()):
         examples.append(Example(row, [-100, *row[1:]], str(number), f"random row {number}"))
-    return Batches(
+    return TrainingDataLoader(
         examples, task=LanguageModel(pack=False), batch_size=rows, seed=SEED, max_length=sequence, pad_id=PAD
     )
 

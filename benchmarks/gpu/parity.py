@@ -59,7 +59,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int, pack: bool | Non
     """The objective `kind` on shipped rows: `limit` of them, `rows` a micro-batch, of at most `length` tokens; packed
     or not (None: as the task's default is)."""
     from flatshift.finetune import tasks
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.rows import Row, read_rows
     from flatshift.finetune.models.backbone import open_backbone
@@ -105,7 +105,7 @@ def objective(kind: str, *, rows: int, length: int, limit: int, pack: bool | Non
         bad_rows="skip",
         decoder_start=open_backbone(backbone).decoder_start if kind == "seq2seq" else None,
     ).examples
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples,
         task=task,
         batch_size=rows,

@@ -301,7 +301,7 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
     from flatshift.finetune.planner.cluster import Cluster, read_sizes
     from flatshift.finetune.planner.devices import at_hand
     from flatshift.finetune.planner.layouts import priced
-    from flatshift.finetune.planner.rules import Settings
+    from flatshift.finetune.planner.rules import RuleSettings
     from flatshift.finetune.tasks import LanguageModel
 
     task, adapter = LanguageModel(pack=False), Adapter(rank=case.rank)
@@ -309,7 +309,7 @@ def _planned(case: Case, device: str, mine: Seen) -> Figures:
         configuration(case.shape).save_pretrained(folder)
         sizes = read_sizes(folder, adapter).under(task)
     cluster = Cluster.at_hand(at_hand(device), 1, 1)
-    layout = priced(Settings(Mesh(), settings(case, device), adapter, task), sizes, cluster)
+    layout = priced(RuleSettings(Mesh(), settings(case, device), adapter, task), sizes, cluster)
     found: Figures = {}
     for figure, measured, planned, unit in (
         ("memory_plan", mine.bytes, float(layout.needs.total), 2**30),

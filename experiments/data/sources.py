@@ -17,7 +17,7 @@ from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, set_apart
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import Resolved
 from flatshift.finetune.config import MOST_STEPS, Columns, Data, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import Examples
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.mixture import Mixture, Proportions
@@ -34,7 +34,7 @@ _UNITS = {"rows": "samples", "tokens": "tokens"}
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceFiles:
     """Files that are read one behind another, with one set of columns."""
 
     setting: str
@@ -84,29 +84,31 @@ def has_holdout(data: Data) -> bool:
     return data.holdout > 0 and not (data.dev.files and data.test.files)
 
 
-def parts_of(data: Data) -> dict[Split, list[Part]]:
+def parts_of(data: Data) -> dict[Split, list[SourceFiles]]:
     """What each split is read from; no part where the recipe names no files.
 
     Raises:
         UserError: no training files.
     """
-    found: dict[Split, list[Part]] = {"train": [], "dev": [], "test": []}
+    found: dict[Split, list[SourceFiles]] = {"train": [], "dev": [], "test": []}
     train = data.train
     for name, source in (train.sources or {}).items():
         if source.weight:
             setting = f"data.train.sources.{name}"
             place = "data.columns" if source.columns is None else f"{setting}.columns"
             columns = source.columns or data.columns
-            found["train"].append(Part(setting, name, source.files, columns, place, source.first, source.limit))
+            found["train"].append(SourceFiles(setting, name, source.files, columns, place, source.first, source.limit))
     if train.files:
         first = train.first
-        found["train"] = [Part("data.train", None, train.files, data.columns, "data.columns", first, train.limit)]
+        found["train"] = [
+            SourceFiles("data.train", None, train.files, data.columns, "data.columns", first, train.limit)
+        ]
     if not found["train"]:
         raise UserError("data.train.files is empty: name the training rows, for example --data.train.files rows.jsonl")
     for split in SPLITS[1:]:
         files = getattr(data, split)
         if files.files:
-            part = Part(f"data.{split}", None, files.files, data.columns, "data.columns", None, files.limit)
+            part = SourceFiles(f"data.{split}", None, files.files, data.columns, "data.columns", None, files.limit)
             found[split].append(part)
     return found
 
@@ -126,7 +128,7 @@ class Chosen:
 
 
 def choose(
-    data: Data, parts: dict[Split, list[Part]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
+    data: Data, parts: dict[Split, list[SourceFiles]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
 ) -> Chosen:
     """Set `data.holdout` apart where dev or test name no files, and apply limits.
 
@@ -174,7 +176,7 @@ def mixture_of(data: Data, sizes: Sequence[int]) -> Mixture | None:
     return Mixture(tuple(used), weights, tuple(sizes), strict, data.train.weigh)
 
 
-def supply(batches: Batches, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
+def supply(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
     """How far the examples go: for each source its share, examples, and the epochs that `steps` updates take.
 
     Raises:
@@ -286,7 +288,9 @@ def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | No
     supply(batches_ahead(recipe, train, mixture, seed=seed), mixture, recipe.train.steps)
 
 
-def batches_ahead(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> Batches:
+def batches_ahead(
+    recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int
+) -> TrainingDataLoader:
     """The stage's batches for counting, before there is a model: which rows come when, padded with zeros.
 
     seed: of the stage. Raises UserError as `Batches`.
@@ -295,14 +299,14 @@ def batches_ahead(recipe: Recipe, train: Sequence[Example], mixture: Mixture | N
 
     settings, task = recipe.train, recipe.task
     masking = task.masking(open_backbone(recipe.backbone).tokenizer) if task.hides_tokens else None
-    return Batches(
+    return TrainingDataLoader(
         train, task=recipe.task, batch_size=settings.batch_size, accumulate=settings.accumulate,
         seed=seed, max_length=settings.max_length, pad_id=0, mixture=mixture,
         group=settings.group, masking=masking,
     )  # fmt: skip
 
 
-def padding_line(batches: Batches, train: Train) -> str:
+def padding_line(batches: TrainingDataLoader, train: Train) -> str:
     """How much of what is computed is padding, over the first updates."""
     steps = min(train.steps, _LOOKED_AT)
     share = batches.padding(steps)

@@ -13,7 +13,7 @@ from flatshift.experiments.data.encode import Routed, encode_rows, input_paths, 
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
 from flatshift.experiments.data.lengths import beyond_positions, check_answers
 from flatshift.experiments.data.sources import (
-    Part,
+    SourceFiles,
     check_classes,
     check_ends,
     choose,
@@ -169,7 +169,7 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
     from flatshift.finetune.models.backbone import open_backbone
 
     labels, units = learnt(recipe, run)
-    part = Part("--data", None, tuple(files), recipe.data.columns, "data.columns")
+    part = SourceFiles("--data", None, tuple(files), recipe.data.columns, "data.columns")
     skipped: list[str] = []
     rows = part.rows(recipe.data, recipe.task, skipped)
     made = encode_rows(

@@ -149,11 +149,11 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
     from flatshift.finetune.figures import gib
     from flatshift.finetune.planner.devices import at_hand
     from flatshift.finetune.planner.footprint import Sizes, footprint
-    from flatshift.finetune.planner.rules import Settings, broken_rule
+    from flatshift.finetune.planner.rules import RuleSettings, broken_rule
 
     train = recipe.train
     narrow = dataclasses.replace(train, backbone_precision="bf16")
-    settings = dataclasses.replace(Settings.of(recipe), train=narrow)
+    settings = dataclasses.replace(RuleSettings.of(recipe), train=narrow)
     devices = at_hand(train.device)
     room = devices.each(1)
     if room is None or devices.kind != "cpu" or recipe.mesh.auto or broken_rule(settings) is not None:

@@ -28,7 +28,7 @@ from flatshift.finetune.config import (
 )
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 from flatshift.regularizers.config import Plain, RegularizerConfig
-from flatshift.selection.config import Chunk, Cynical, Embedder, Features, Method, Relevance, TfIdf
+from flatshift.selection.config import Chunk, Cynical, Embedder, Method, PrecomputedFeatures, Relevance, TfIdf
 from flatshift.selection.hygiene.config import Hygiene
 
 
@@ -80,9 +80,9 @@ class Select:
         check_bounds(self, budget=(1, None))
 
     @property
-    def own(self) -> Features | None:
+    def own(self) -> PrecomputedFeatures | None:
         """Features of the user's own, where no embedder makes any."""
-        return self.embedder if isinstance(self.embedder, Features) else None
+        return self.embedder if isinstance(self.embedder, PrecomputedFeatures) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class WarmUp:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class SweepConfig:
     """The grid that `flatshift sweep` runs when `--grid` and `--seeds` are not given."""
 
     grid: dict[str, tuple] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Recipe:
     """Where the lines of metrics.jsonl go besides."""
     record: Record | None = None
     """What is written down at log-spaced steps of fine-tuning; null: nothing but metrics.jsonl."""
-    sweep: Sweep | None = None
+    sweep: SweepConfig | None = None
     """Default grid of `flatshift sweep`."""
     comparison: Comparison | None = None
     """Methods, tasks and protocol of `flatshift compare`."""

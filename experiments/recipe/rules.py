@@ -12,7 +12,7 @@ from typing import Any
 
 from flatshift.experiments.recipe.config import Recipe, WarmUp, warm_up_task
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.selection.config import GotD
 
 COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
@@ -20,7 +20,7 @@ COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
 
 
 @dataclass(frozen=True)
-class Rule:
+class RecipeRule:
     """A sentence, and when it is told."""
 
     says: str
@@ -29,8 +29,8 @@ class Rule:
     """What is wrong with a recipe; nothing (None, False) where it obeys."""
 
 
-def _compiled(other: str, why: str, broken: Callable[[Recipe], Any]) -> Rule:
-    return Rule(
+def _compiled(other: str, why: str, broken: Callable[[Recipe], Any]) -> RecipeRule:
+    return RecipeRule(
         f"train.compile does not go with {other}: {why}; leave one of them out",
         lambda recipe: recipe.train.compile and broken(recipe),
     )
@@ -80,39 +80,39 @@ def _no_least_squares(recipe: Recipe) -> str | None:
     return next((fix for fix, broken in wrong.items() if broken), None)
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+RULES: tuple[RecipeRule, ...] = (
+    RecipeRule(
         "train.group: {it} has no use with task.pack: true, whose rows are full; leave it out, or set task.pack: false",
         lambda r: r.task.pack and r.train.group,
     ),
-    Rule(
+    RecipeRule(
         "train.overlong: split reads plain texts in pieces (task.kind: language-model or masked-lm), and task.kind: "
         "{it} has none; set it to null, drop or refuse",
         lambda r: r.train.overlong == "split" and not r.task.splits and r.task.kind,
     ),
-    Rule(
+    RecipeRule(
         "train.overlong: split does not go with {it}; leave one of them out",
         lambda r: r.train.overlong == "split" and _with_pieces(r),
     ),
-    Rule(
+    RecipeRule(
         "train.epochs: sources mixed by weight come round at different times, so that none of them ends an epoch; give "
         "train.steps",
         lambda r: r.train.epochs is not None and r.data.train.sources is not None,
     ),
-    Rule(
+    RecipeRule(
         "data.train.sources.{it}.when_over: refuse cannot be promised with train.spikes, which leaves batches out and "
         "reads on; set it to repeat, or leave spikes out",
         lambda r: r.train.spikes is not None and _strict_source(r),
     ),
-    Rule(
+    RecipeRule(
         "optimizer.kind: {it} is for one process; leave mesh.auto off, or take adamw",
         lambda r: r.mesh.auto and r.optimizer.kind != "adamw" and r.optimizer.kind,
     ),
-    Rule(
+    RecipeRule(
         "optimizer.kind: gauss-newton solves least squares; it needs {it}",
         lambda r: r.optimizer.kind == "gauss-newton" and _no_least_squares(r),
     ),
-    Rule(
+    RecipeRule(
         "train.compile: blocks are compiled in one process only; leave mesh.auto off, or compile",
         lambda r: r.train.compile and r.mesh.auto,
     ),
@@ -133,66 +133,66 @@ RULES: tuple[Rule, ...] = (
         "adapter.dora", "its norms are taken without a gradient inside of the graph", lambda r: r.adapter.dora
     ),
     _compiled("regularizer.kind: {it}", "it has not been compared with eager steps", _other_regularizer),
-    Rule(
+    RecipeRule(
         "train.compile does not go with record: what is recorded is of plain blocks; leave one out",
         lambda r: r.train.compile and r.record is not None,
     ),
-    Rule(
+    RecipeRule(
         "record: a run on a mesh is not recorded; leave every axis of mesh at 1, or take the block out",
         lambda r: r.record is not None and (r.mesh.size > 1 or r.mesh.auto),
     ),
-    Rule(
+    RecipeRule(
         "record: dynamics and sharpness are of LoRA factors, and adapter.soft_tokens trains none; set "
         "record.dynamics: false and leave record.sharpness out",
         lambda r: r.record is not None
         and (r.record.dynamics or r.record.sharpness)
         and r.adapter.soft_tokens is not None,
     ),
-    Rule(
+    RecipeRule(
         "adapter.projector: the rows of a warm-up are texts without features; leave the recipe's `warmup` block out",
         lambda r: r.warmup is not None and r.adapter.projector is not None,
     ),
-    Rule(
+    RecipeRule(
         "adapter.soft_tokens: a warm-up hands on the factors of LoRA, and its soft tokens would be thrown away; leave "
         "the recipe's `warmup` block out",
         lambda r: r.warmup is not None and r.adapter.soft_tokens is not None,
     ),
-    Rule(
+    RecipeRule(
         "the recipe has a `warmup` block but no `select` block: name a pool in select.pool.files",
         lambda r: r.warmup is not None and r.select is None,
     ),
-    Rule(
+    RecipeRule(
         "select.from: the recipe has no `warmup` block to train on that selection; add --warmup.steps 100, or train on "
         "its records alone, as --data.train.files DIR/selected.jsonl",
         lambda r: r.select is not None and r.select.from_ is not None and r.warmup is None,
     ),
-    Rule(
+    RecipeRule(
         "warmup.batch_size: {it} data ranks of the mesh; take a multiple of them", _uneven_warm_up,
     ),
 )  # fmt: skip
-CELL_RULES: tuple[Rule, ...] = (
-    Rule(
+CELL_RULES: tuple[RecipeRule, ...] = (
+    RecipeRule(
         "tracker.kinds: the cells of a sweep or study are not tracked; leave the block out",
         lambda r: bool(r.tracker.kinds),  # there would be one run for each of hundreds of cells
     ),
-    Rule(
+    RecipeRule(
         "train.epochs: the cells of a sweep or study are planned before their rows are counted; give train.steps",
         lambda r: r.train.epochs is not None,
     ),
 )
 """What a cell of a sweep or study cannot be beside."""
-SPLIT_RULES: tuple[Rule, ...] = (
-    Rule(
+SPLIT_RULES: tuple[RecipeRule, ...] = (
+    RecipeRule(
         "select.method.kind: {it} is not divided among processes, only gotd is, whose passes over the pool need no "
         "more of each other than sums; leave --processes out, or take gotd",
         lambda r: r.select is not None and not isinstance(r.select.method, GotD) and r.select.method.kind,
     ),
-    Rule(
+    RecipeRule(
         "select.method.rounds: {it} rounds are solved in one process; set it to 1, or leave --processes out",
         lambda r: r.select is not None and isinstance(r.select.method, GotD) and r.select.method.rounds > 1
         and r.select.method.rounds,
     ),
-    Rule(
+    RecipeRule(
         "select.method.debiased: the pool's potential to itself is found in one process; leave it or --processes out",
         lambda r: r.select is not None and isinstance(r.select.method, GotD) and r.select.method.debiased,
     ),
@@ -226,7 +226,7 @@ def check_recipe(recipe: Recipe) -> None:
     from flatshift.regularizers import build as build_regularizer
 
     build_regularizer(recipe.regularizer)
-    check_settings(Settings.of(recipe))
+    check_settings(RuleSettings.of(recipe))
     check_available(recipe.train.quantization)
     check_rules(recipe)
     kind = recipe.optimizer.kind
@@ -246,7 +246,7 @@ def check_recipe(recipe: Recipe) -> None:
     recipe.task.template_record()
 
 
-def _check(rules: tuple[Rule, ...], recipe: Recipe) -> None:
+def _check(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
     for rule in rules:
         found = rule.broken(recipe)
         if found:
@@ -273,7 +273,7 @@ def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
         raise UserError(f"warmup.task: {error}; without warmup.task the backbone decides") from None
     check_task(recipe.backbone, recipe.task)
     try:
-        check_settings(replace(Settings.of(recipe), task=task))
+        check_settings(replace(RuleSettings.of(recipe), task=task))
     except UserError as error:
         raise UserError(f"the recipe's `warmup` block: {error}") from None
     begun = recipe.adapter.init != "default" or recipe.adapter.under is not None

@@ -61,7 +61,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class ConfusionMatrixBlock:
     """Counts of classes (rows) by what was said (columns)."""
 
     kind: ClassVar[str] = "matrix"
@@ -84,7 +84,7 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Pairs:
+class NameValuePairs:
     """Name and value, many of them."""
 
     kind: ClassVar[str] = "pairs"
@@ -132,7 +132,7 @@ class Pre:
     text: str
 
 
-Block = Figures | Table | Matrix | Lookup | Pairs | Cards | Bars | Notes | Pre
+Block = Figures | Table | ConfusionMatrixBlock | Lookup | NameValuePairs | Cards | Bars | Notes | Pre
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Part:
+class ChapterPart:
     """What one kind of directory gives to the chapter of a run; `kind` is empty where it only adds to another."""
 
     kind: str = ""

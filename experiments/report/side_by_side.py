@@ -9,14 +9,14 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import SIDE_BY_SIDE, Block, Chapter, Figures, Notes, Section, Table
 from flatshift.experiments.report.charts.training import overlaid
 from flatshift.experiments.results.predictions import Difference, differences
-from flatshift.experiments.results.run import Run, best_split, headline
+from flatshift.experiments.results.run import RunResults, best_split, headline
 from flatshift.finetune.evaluate.metrics import metric_of
 
 _NOT_SETTINGS = ("extends", "sweep", "comparison", "tracker")
 _LONGEST = 60
 
 
-def side_by_side(runs: Sequence[Run]) -> Chapter | None:
+def side_by_side(runs: Sequence[RunResults]) -> Chapter | None:
     """The chapter of all training runs among `runs`; None for fewer than two. The first is what others are held to."""
     trained = [run for run in runs if (run.eval or run.metrics.lines) and run.recipe]
     if len(trained) < 2:
@@ -34,7 +34,7 @@ def side_by_side(runs: Sequence[Run]) -> Chapter | None:
     )
 
 
-def metric_rows(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
+def metric_rows(runs: Sequence[RunResults]) -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the figures of the split that counts, for a terminal."""
     names = _names(runs)
     split = _split(runs)
@@ -42,7 +42,7 @@ def metric_rows(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     return (list(table.columns), [list(row) for row in table.rows]) if table is not None else ([], [])
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _names(runs: Sequence[RunResults]) -> list[str]:
     """Folder names, with what is above where two agree."""
     short = [run.name for run in runs]
     return [
@@ -51,13 +51,13 @@ def _names(runs: Sequence[Run]) -> list[str]:
     ]
 
 
-def _split(runs: Sequence[Run]) -> str | None:
+def _split(runs: Sequence[RunResults]) -> str | None:
     """test where all have it, else dev, else what they share."""
     shared = [split for split in runs[0].eval if all(split in run.eval for run in runs)]
     return best_split({split: {} for split in shared})
 
 
-def _settings(runs: Sequence[Run], names: Sequence[str]) -> Section:
+def _settings(runs: Sequence[RunResults], names: Sequence[str]) -> Section:
     flat = [_flat(run.recipe) for run in runs]
     keys = [key for key in dict.fromkeys(k for tree in flat for k in tree) if not key.startswith(_NOT_SETTINGS)]
     differ = [key for key in keys if len({_shown(tree.get(key)) for tree in flat}) > 1]
@@ -82,7 +82,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"…{text[1 - _LONGEST :]}"
 
 
-def _metrics(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
+def _metrics(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
     found = []
     for split in (s for s in ("test", "dev") if sum(s in run.eval for run in runs) > 1):
         having = [(run, name) for run, name in zip(runs, names, strict=True) if split in run.eval]
@@ -92,7 +92,7 @@ def _metrics(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
     return found
 
 
-def _table(runs: Sequence[Run], names: Sequence[str], split: str) -> Table | None:
+def _table(runs: Sequence[RunResults], names: Sequence[str], split: str) -> Table | None:
     """A row for each metric and run, each run after the first with what it is more than the first."""
     judged = [run.judged(split) for run in runs]
     more = [{}, *(differences(one, judged[0]) for one in judged[1:])]
@@ -135,7 +135,7 @@ def _caption(found: Sequence[Difference]) -> str:
     return said
 
 
-def _finding(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
     """The run that is best by the metric that counts, beside the first, or beside the best other one if it is that."""
     split = _split(runs)
     metric = headline(runs[0].eval[split]) if split is not None else None
@@ -160,7 +160,7 @@ def _ends(found: Difference) -> tuple[float | None, float | None]:
     return (found.low, found.high) if found.value >= 0 else (-found.high, -found.low)
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str]) -> list[Section]:
+def _curves(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
     stages = dict.fromkeys(stage for run in runs for stage in run.metrics.stages)
     charts = []
     for stage in stages:

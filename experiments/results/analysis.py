@@ -16,7 +16,7 @@ from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.curve_comparison import CurveComparison, compare_curves
 from flatshift.experiments.statistics.emc import Crossing, crossing
 from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, thin
-from flatshift.experiments.statistics.verdict import Verdict, judge_curve
+from flatshift.experiments.statistics.verdict import CurveVerdict, judge_curve
 from flatshift.finetune.errors import UserError
 
 _SHORT = {"data.train.limit": "training rows", "train.steps": "steps"}
@@ -24,7 +24,7 @@ _CAPACITY = ("adapter.rank", "adapter.alpha", "train.steps", "step", "data.train
 
 
 @dataclass(frozen=True)
-class Judged:
+class AnalysedCurve:
     """A curve of a sweep with its verdict."""
 
     axis: str
@@ -32,7 +32,7 @@ class Judged:
     where: Mapping[str, Any]
     """The values that the other axes are held at."""
     curve: Curve
-    verdict: Verdict
+    verdict: CurveVerdict
 
     @property
     def evidence(self) -> tuple[str, ...]:
@@ -186,10 +186,10 @@ def judge(
     epsilon: float = 0.1,
     planned: int | None = None,
     level: float = 0.05,
-) -> Judged:
+) -> AnalysedCurve:
     """The verdict of one curve, each test at `level`. Raises UserError as `curve_of` and the peak test do."""
     curve = curve_of(table, axis, where, test=test, epsilon=epsilon, planned=planned)
-    return Judged(axis, dict(where), curve, judge_curve(curve, level=level))
+    return AnalysedCurve(axis, dict(where), curve, judge_curve(curve, level=level))
 
 
 PANELS = 6
@@ -283,10 +283,10 @@ class Direction:
         return next((c for c in columns if self.table.has(c)), columns[0])
 
     @cached_property
-    def _found(self) -> list[Judged | str]:
+    def _found(self) -> list[AnalysedCurve | str]:
         if not is_judged(self.axis):
             return []
-        data, found = self.data, list[Judged | str]()
+        data, found = self.data, list[AnalysedCurve | str]()
         how: dict[str, Any] = {"test": self.test, "epsilon": data.epsilon, "level": data.level}
         how["planned"] = data.planned_seeds if data.unfinished else None
         for where in self.settings:
@@ -297,16 +297,16 @@ class Direction:
         return found
 
     @property
-    def judged(self) -> list[Judged]:
+    def judged(self) -> list[AnalysedCurve]:
         """Verdicts of the curves that could be tested."""
-        return [j for j in self._found if isinstance(j, Judged)]
+        return [j for j in self._found if isinstance(j, AnalysedCurve)]
 
     @property
     def refused(self) -> list[str]:
         """Why the others could not be, each reason once."""
         return list(dict.fromkeys(j for j in self._found if isinstance(j, str)))
 
-    def judged_at(self, where: dict[str, Any]) -> Judged | None:
+    def judged_at(self, where: dict[str, Any]) -> AnalysedCurve | None:
         """The verdict of one setting's curve."""
         return next((j for j in self.judged if j.where == where), None)
 
@@ -357,6 +357,6 @@ class Analysis:
         return found.crossing_at(where) if found is not None else None
 
     @property
-    def judged(self) -> list[Judged]:
+    def judged(self) -> list[AnalysedCurve]:
         """Every verdict, in page order."""
         return [j for direction in self.directions for j in direction.judged]

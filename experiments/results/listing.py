@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.results.cells import MARKER
-from flatshift.experiments.results.run import Run, best_split, headline, is_run, read_object, read_run
+from flatshift.experiments.results.run import RunResults, best_split, headline, is_run, read_object, read_run
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import RECIPE
@@ -20,7 +20,7 @@ _DEEPEST = 6
 
 
 @dataclass(frozen=True)
-class Entry:
+class DirectoryEntry:
     """One directory of a command. steps: updates that were made, or cells; of: how many were asked for."""
 
     path: str
@@ -39,7 +39,7 @@ class Entry:
         return asdict(self)
 
 
-def listing(folder: Path) -> list[Entry]:
+def listing(folder: Path) -> list[DirectoryEntry]:
     """Every directory of a command in `folder`, itself included, oldest first.
 
     Raises UserError if `folder` is no directory. A directory with a broken file is an entry with the status `broken`.
@@ -60,34 +60,34 @@ def _inside(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _inside(path, depth - 1)
 
 
-def entry(path: Path, folder: Path) -> Entry:
+def entry(path: Path, folder: Path) -> DirectoryEntry:
     """What there is to say of one directory, named from `folder`."""
     name = path.relative_to(folder).as_posix() if path != folder else path.name or str(path)
     try:
         return _entry(read_run(path), name)
     except UserError as error:
-        return Entry(name, "?", f"broken: {error}"[:160], date=_changed(path))
+        return DirectoryEntry(name, "?", f"broken: {error}"[:160], date=_changed(path))
 
 
-def _entry(run: Run, name: str) -> Entry:
+def _entry(run: RunResults, name: str) -> DirectoryEntry:
     made = str(run.environment.get("created") or run.manifest.get("created") or "") or _changed(run.path)
     date = made.replace("+00:00", "Z")
     if run.comparison:
-        return Entry(name, "comparison", "finished", date=date)
+        return DirectoryEntry(name, "comparison", "finished", date=date)
     if (run.path / "study.json").is_file():
-        return Entry(name, "study", "finished", date=date)
+        return DirectoryEntry(name, "study", "finished", date=date)
     if run.evaluation:
-        return Entry(name, "evaluation", "finished", date=date)
+        return DirectoryEntry(name, "evaluation", "finished", date=date)
     if (run.path / MARKER).is_file() or (run.path / "cells").is_dir():
         return _sweep(run, name, date)
     if (run.path / RECIPE).is_file() and not _only_selected(run):
         return _training(run, name, date)
     chosen = run.manifest.get("selection")
     count = chosen.get("budget") if isinstance(chosen, dict) else None
-    return Entry(name, "selection", "finished", steps=count, of=_pool(chosen), date=date)
+    return DirectoryEntry(name, "selection", "finished", steps=count, of=_pool(chosen), date=date)
 
 
-def _only_selected(run: Run) -> bool:
+def _only_selected(run: RunResults) -> bool:
     return (run.path / "scores.parquet").is_file() and not (run.path / "stages").is_dir()
 
 
@@ -96,7 +96,7 @@ def _pool(chosen: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _training(run: Run, name: str, date: str) -> Entry:
+def _training(run: RunResults, name: str, date: str) -> DirectoryEntry:
     train = run.recipe.get("train")
     asked = train.get("steps") if isinstance(train, dict) else None
     steps = max((line["step"] for line in run.metrics.lines if line["stage"] == "fine-tune"), default=0)
@@ -108,15 +108,15 @@ def _training(run: Run, name: str, date: str) -> Entry:
     cell = run.eval[split][metric] if split and metric else {}
     figure = f"{split} {metric}" if metric else None
     ends = {key: cell.get(key) for key in ("value", "low", "high")}
-    return Entry(name, "training", status, int(done.get("steps", steps)), asked, figure, date=date, **ends)
+    return DirectoryEntry(name, "training", status, int(done.get("steps", steps)), asked, figure, date=date, **ends)
 
 
-def _sweep(run: Run, name: str, date: str) -> Entry:
+def _sweep(run: RunResults, name: str, date: str) -> DirectoryEntry:
     plan = read_object(run.path / MARKER)
     asked = plan.get("cells") if isinstance(plan.get("cells"), int) else None
     data = run.sweep
     if data is None:
-        return Entry(name, "sweep", "unfinished", 0, asked, date=date)
+        return DirectoryEntry(name, "sweep", "unfinished", 0, asked, date=date)
     column = data.error_columns()[0]
     lowest = data.best(column)
     ends: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def _sweep(run: Run, name: str, date: str) -> Entry:
         best = lowest[1]
         ends = {"metric": f"lowest {column.replace('.', ' ')}", "value": best.value, "low": best.low, "high": best.high}
     status = "unfinished" if data.unfinished else f"finished, {len(data.failed)} failed" if data.failed else "finished"
-    return Entry(name, "sweep", status, data.done, asked or len(data), date=date, **ends)
+    return DirectoryEntry(name, "sweep", status, data.done, asked or len(data), date=date, **ends)
 
 
 def _changed(path: Path) -> str:

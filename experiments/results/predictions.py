@@ -147,7 +147,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RunEvaluation:
     """What of a run is compared: eval.json of one split and, where they were kept, its rows."""
 
     metrics: Mapping[str, Mapping[str, Any]]
@@ -156,7 +156,7 @@ class Judged:
     """Of the files that the split was read from."""
 
 
-def differences(one: Judged, other: Judged) -> dict[str, Difference]:
+def differences(one: RunEvaluation, other: RunEvaluation) -> dict[str, Difference]:
     """Metric → `one` minus `other`, of the metrics that both have and that are no floors.
 
     Paired where both kept what they said of each row and share rows; else from the two intervals as if the runs had
@@ -183,7 +183,7 @@ def differences(one: Judged, other: Judged) -> dict[str, Difference]:
     return found
 
 
-def _paired(one: Judged, other: Judged) -> dict[str, Difference]:
+def _paired(one: RunEvaluation, other: RunEvaluation) -> dict[str, Difference]:
     if one.rows is None or other.rows is None or one.digest != other.digest:
         return {}
     mine, theirs = one.rows.by_row(), other.rows.by_row()

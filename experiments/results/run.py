@@ -17,14 +17,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from flatshift.experiments.results.predictions import Judged, Predictions, read_predictions
+from flatshift.experiments.results.predictions import Predictions, RunEvaluation, read_predictions
 from flatshift.experiments.results.sweep import SweepData, read_sweep
 from flatshift.finetune import atomic
 from flatshift.finetune.digests import check_files
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
 from flatshift.finetune.run_directory import forget_undone, parse_line
-from flatshift.finetune.tasks import KINDS, Objective
+from flatshift.finetune.tasks import KINDS, BaseTask
 
 EXPECTED = (
     "recipe.resolved.yaml, metrics.jsonl, eval.json, scores.parquet, cells/, study.json, comparison.json, "
@@ -57,7 +57,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Selection:
+class SelectionResults:
     """What a selection left behind."""
 
     path: Path
@@ -132,7 +132,7 @@ class Study:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunResults:
     """One run directory; every piece may be absent."""
 
     path: Path
@@ -159,7 +159,7 @@ class Run:
         if not kind:
             return "nats"
         # a warm-up is language modelling, whatever follows
-        return (Objective if stage == "warm-up" else KINDS.get(str(kind), Objective)).loss_unit
+        return (BaseTask if stage == "warm-up" else KINDS.get(str(kind), BaseTask)).loss_unit
 
     @cached_property
     def metrics(self) -> Metrics:
@@ -177,20 +177,22 @@ class Run:
         return {} if self.evaluation else read_predictions(self.path)
 
     @cached_property
-    def cold(self) -> dict[str, Judged]:
+    def cold(self) -> dict[str, RunEvaluation]:
         """The backbone without the adapter, by split, on the first rows of it; empty where nobody asked."""
         tree = _check_eval(self.path / "cold.json", read_object(self.path / "cold.json"))
         rows = read_predictions(self.path, "cold.parquet") if tree else {}
-        return {split: Judged(metrics, rows.get(split), self.judged(split).digest) for split, metrics in tree.items()}
+        return {
+            split: RunEvaluation(metrics, rows.get(split), self.judged(split).digest) for split, metrics in tree.items()
+        }
 
-    def judged(self, split: str) -> Judged:
+    def judged(self, split: str) -> RunEvaluation:
         """What of a split is compared with another run's; its files are named by their digests."""
         block = self.recipe.get("data")
         of_split = block.get(split) if isinstance(block, dict) else None
         files = set(of_split.get("files") or ()) if isinstance(of_split, dict) else set()
         inputs = [i for i in self.manifest.get("inputs", ()) if isinstance(i, dict) and i.get("path") in files]
         digest = ",".join(str(i.get("sha256")) for i in inputs)
-        return Judged(self.eval.get(split, {}), self.predictions.get(split), digest)
+        return RunEvaluation(self.eval.get(split, {}), self.predictions.get(split), digest)
 
     @cached_property
     def sharpness(self) -> dict[str, Any]:
@@ -205,7 +207,7 @@ class Run:
         return found
 
     @cached_property
-    def selection(self) -> Selection | None:
+    def selection(self) -> SelectionResults | None:
         for folder in (self.path, self.path / "selection"):
             if (folder / "scores.parquet").is_file() or (folder / "selected.jsonl").is_file():
                 return _read_selection(folder)
@@ -328,7 +330,7 @@ def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[st
     return tree
 
 
-def _read_selection(folder: Path) -> Selection:
+def _read_selection(folder: Path) -> SelectionResults:
     table = points = None
     top: list[dict[str, Any]] = []
     if (folder / "scores.parquet").is_file():
@@ -351,7 +353,7 @@ def _read_selection(folder: Path) -> Selection:
     if (folder / "targets.jsonl").is_file():
         lines = _first_records(folder / "targets.jsonl", 1 << 30)
         targets = {str(line.get("id")): str(line.get("text")) for line in lines}
-    return Selection(folder, about if isinstance(about, dict) else {}, table, top, judged, points, targets)
+    return SelectionResults(folder, about if isinstance(about, dict) else {}, table, top, judged, points, targets)
 
 
 _SHOWN = 1000
@@ -413,7 +415,7 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in _FILES) or (path / "cells").is_dir()
 
 
-def discover(paths: Sequence[Path]) -> list[Run]:
+def discover(paths: Sequence[Path]) -> list[RunResults]:
     """The runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
 
     Folders called `cells`, `runs`, `stages`, `selection` or with a leading dot are never opened as runs of their own:
@@ -464,13 +466,13 @@ def _nearest(path: Path) -> str:
     return "; give the --out folder of `flatshift train`, `select`, `sweep` or `demo`"
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunResults:
     """One run directory."""
     texts = {
         name: (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
         for name in ("command.txt", "recipe.resolved.yaml")
     }
-    return Run(
+    return RunResults(
         path=path,
         # While a run is written whole, it lies in a hidden temporary (`.NAME.*.tmp`).
         name=re.sub(r"^\.(.+)\.[0-9a-f]{8}\.tmp$", r"\1", path.resolve().name),

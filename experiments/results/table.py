@@ -24,7 +24,7 @@ _DENSE = 4_000_000
 
 
 @dataclass(frozen=True)
-class Matrix:
+class SeedMatrix:
     """One figure over an axis, seed by seed: `y[s, j]` is that of `seeds[s]` at `values[j]`, NaN where there is none.
 
     present: bool [S, J], whether there is a row at all, finished or failed. lost: whether that one is no finished one,
@@ -138,7 +138,7 @@ class SweepTable:
         keep = np.isfinite(figures) & np.array([self._levels[axis][c] is not None for c in self._codes[axis][rows]])
         return [self._levels[axis][c] for c in self._codes[axis][rows][keep]], figures[keep].tolist()
 
-    def matrix(self, column: str, axis: str, where: Where) -> Matrix:
+    def matrix(self, column: str, axis: str, where: Where) -> SeedMatrix:
         """Figures by seed and axis value, those values only at which `where` has rows (finished or not).
 
         Where several rows share a seed and a value (an axis that `where` does not hold), the last one counts.
@@ -157,7 +157,7 @@ class SweepTable:
         used = np.unique(seeds).tolist()
         held = np.ix_(used, kept)
         values, seeds = tuple(levels[c] for c in kept), tuple(names[s] for s in used)
-        return Matrix(values, seeds, y[held], present[held], lost[held], diverged[held])
+        return SeedMatrix(values, seeds, y[held], present[held], lost[held], diverged[held])
 
     def lost(self, where: Where) -> Lost:
         """What became of the runs of `where` without figures, in a word for all of them."""

@@ -26,7 +26,7 @@ _STATE, _KEPT = "state", "kept"
 
 
 @dataclass(frozen=True)
-class Work:
+class ResumableWork:
     """directory: where results go. state: what is left there outlives a kill. continued: an earlier try left some."""
 
     directory: Path
@@ -35,7 +35,7 @@ class Work:
 
 
 @contextlib.contextmanager
-def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[Work]:
+def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[ResumableWork]:
     """The work on `out`, which the caller owns (`flatshift.finetune.lock`), begun or gone on with. What fails before
     anything was kept leaves `out` as it was.
 
@@ -60,7 +60,7 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
     result.mkdir()
     continued = _holds_files(kept)
     try:
-        yield Work(result, kept, continued)
+        yield ResumableWork(result, kept, continued)
         with replacing_directory(out.resolve()) as finished:  # a user may link --out to another disk
             for child in result.iterdir():
                 child.replace(finished / child.name)

@@ -142,7 +142,7 @@ def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callab
 
 def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
     from flatshift.finetune.compute.numerics import evaluating
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.eval_batching import EvalBatching, pad_token
     from flatshift.finetune.evaluate.perplexity import document_nats
     from flatshift.finetune.lock import temporary_directory
@@ -161,7 +161,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
         steps=settings.steps, batch_size=size, seed=seed, max_length=settings.max_length, save_every=0,
         precision="fp32", device=recipe.train.device,
     )  # fmt: skip
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples,
         task=_LANGUAGE,
         batch_size=size,

@@ -23,7 +23,7 @@ from flatshift.experiments.select.remote_features import Copied, copied
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError, is_remote, user_path
 from flatshift.finetune.seeds import derive
-from flatshift.selection.config import Backbone, Encoder, Gradients, Static, TfIdf, TokenNgrams, needs
+from flatshift.selection.config import BackboneEmbedder, EncoderEmbedder, Gradients, Static, TfIdf, TokenNgrams, needs
 from flatshift.selection.errors import BadRow
 from flatshift.selection.features import FeatureCache, TakenRows, in_shards, load_features, open_directory
 from flatshift.selection.features.cache import SHARD_ROWS
@@ -34,7 +34,7 @@ HELD_BYTES = 256 << 20
 """Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
 _SCANNED = 1 << 14
 """Rows read at a time in search of a bad one."""
-ByItself = Backbone | Encoder | Gradients | Static
+ByItself = BackboneEmbedder | EncoderEmbedder | Gradients | Static
 """Embedders that place a text without knowing the others."""
 
 
@@ -329,18 +329,20 @@ def embedding_by_itself(recipe: Recipe, settings: ByItself, texts: Sequence[str]
     return Embedding(*made)
 
 
-def state_embedder(embedder: Backbone | Encoder, *, backbone: str, device: str, keyed: bool) -> tuple[Embed, str]:
+def state_embedder(
+    embedder: BackboneEmbedder | EncoderEmbedder, *, backbone: str, device: str, keyed: bool
+) -> tuple[Embed, str]:
     """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
     from flatshift.selection import pool_features
     from flatshift.selection.features import read_layout, transformer_folder
 
-    name = embedder.path if isinstance(embedder, Encoder) else backbone
+    name = embedder.path if isinstance(embedder, EncoderEmbedder) else backbone
     if not name:
         raise UserError("select.embedder.path is empty: name a local directory or a hub encoder")
     pooling, normalise, length, lower, prompt = "mean", True, embedder.max_length, False, ""
-    if isinstance(embedder, Encoder):
+    if isinstance(embedder, EncoderEmbedder):
         root = user_path(name)
         # Older sentence-transformers directories keep the transformer, config.json and all, one folder below.
         if not (root / "modules.json").is_file():
@@ -372,7 +374,7 @@ _EMBEDDERS: dict[type, _Kind] = {
     TokenNgrams: _Kind(_token_ngrams, slow=False),
     Static: _Kind(_by_itself, slow=True),
     Gradients: _Kind(_by_itself, slow=True),
-    Backbone: _Kind(_by_itself, slow=True),
-    Encoder: _Kind(_by_itself, slow=True),
+    BackboneEmbedder: _Kind(_by_itself, slow=True),
+    EncoderEmbedder: _Kind(_by_itself, slow=True),
 }
 """By the settings of `flatshift.selection.config.Embedder`, but for features of the user's own."""

@@ -22,19 +22,19 @@ from flatshift.experiments.statistics.peak import (
     seeds_needed,
     thin,
 )
-from flatshift.experiments.statistics.verdict import Kind, Verdict, judge_curve
+from flatshift.experiments.statistics.verdict import CurveVerdict, Kind, judge_curve
 
 __all__ = [
     "EMC",
     "Crossing",
     "Curve",
     "CurveComparison",
+    "CurveVerdict",
     "Detectable",
     "Height",
     "Holdout",
     "Kind",
     "PeakTest",
-    "Verdict",
     "compare_curves",
     "crossing",
     "detectable_sd",

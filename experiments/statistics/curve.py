@@ -10,7 +10,7 @@ import numpy as np
 
 from flatshift.experiments.statistics.emc import EPSILON
 from flatshift.experiments.statistics.peak import MOST_POINTS, thin
-from flatshift.experiments.statistics.scale import Scale, scale_of
+from flatshift.experiments.statistics.scale import MetricScale, scale_of
 from flatshift.finetune.errors import UserError
 
 Lost = Literal["diverged", "failed", "stopped early", "ended early"]
@@ -81,7 +81,7 @@ class Curve:
             object.__setattr__(self, name, table)
 
     @property
-    def scale(self) -> Scale:
+    def scale(self) -> MetricScale:
         """What `test` is judged on, by the rule for its `metric`."""
         return scale_of(self.metric, self.test, self.items)
 

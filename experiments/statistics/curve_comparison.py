@@ -22,7 +22,7 @@ from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.emc import crossing
 from flatshift.experiments.statistics.intervals import Interval, paired_p, t_interval
 from flatshift.experiments.statistics.peak import PeakTest, highest_between, peak_test
-from flatshift.experiments.statistics.scale import Scale, scale_of
+from flatshift.experiments.statistics.scale import MetricScale, scale_of
 from flatshift.finetune.errors import UserError
 
 FEWEST_SEEDS = 3
@@ -198,7 +198,7 @@ def _places(
     return (before, now) if set(before) & set(base.location) and set(now) & set(ours.location) else None
 
 
-def _peak(curves: np.ndarray, scale: Scale) -> PeakTest | None:
+def _peak(curves: np.ndarray, scale: MetricScale) -> PeakTest | None:
     """None with too few seeds or points, or too many of these."""
     try:
         return peak_test(curves, scale=scale)

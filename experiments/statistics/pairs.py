@@ -27,7 +27,7 @@ alarms: with nine-fold variance at one point and five seeds a weight of 4 gives 
 
 
 @dataclass(frozen=True)
-class Pairs:
+class PointPairs:
     """What the seeds of curves say about each pair of points."""
 
     seeds: int
@@ -51,7 +51,7 @@ class Pairs:
         return np.divide(self.difference, error, out=np.zeros_like(error), where=error > 0)
 
 
-def pairs_of(curves: np.ndarray, least: float = 0.0) -> Pairs:
+def pairs_of(curves: np.ndarray, least: float = 0.0) -> PointPairs:
     """Differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2).
 
     least: variance that every point has at least, as the binomial one of n items: v̄ is then no less than twice it.
@@ -66,7 +66,7 @@ def pairs_of(curves: np.ndarray, least: float = 0.0) -> Pairs:
     pooled = np.maximum(pooled, 2 * least)
     shrunken = (PRIOR * pooled[..., None, None] + (seeds - 1) * variance) / (seeds - 1 + PRIOR)
     shrunken[..., np.arange(points), np.arange(points)] = 0.0
-    return Pairs(seeds, mean[..., None, :] - mean[..., :, None], variance, shrunken)
+    return PointPairs(seeds, mean[..., None, :] - mean[..., :, None], variance, shrunken)
 
 
 def point_variances(variance: np.ndarray, seeds: int, least: float = 0.0) -> np.ndarray:

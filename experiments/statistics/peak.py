@@ -30,7 +30,7 @@ import numpy as np
 from flatshift.experiments.statistics.intervals import t_quantile
 from flatshift.experiments.statistics.pairs import (
     Null,
-    Pairs,
+    PointPairs,
     critical,
     null,
     p_value,
@@ -38,7 +38,7 @@ from flatshift.experiments.statistics.pairs import (
     point_variances,
     rises_and_falls,
 )
-from flatshift.experiments.statistics.scale import Scale
+from flatshift.experiments.statistics.scale import MetricScale
 from flatshift.finetune.errors import UserError
 
 MOST_POINTS = 10
@@ -135,7 +135,7 @@ class PeakTest:
 
 
 def peak_test(
-    curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, seed: int = 0, scale: Scale | None = None
+    curves: np.ndarray, *, level: float = 0.05, draws: int = 20_000, seed: int = 0, scale: MetricScale | None = None
 ) -> PeakTest:
     """Test the mean of seed-paired curves for a peak.
 
@@ -168,7 +168,7 @@ def peak_test(
         raise UserError(f"peak_test: level must lie between 0 and 0.5, got {level}")
     rows, points = finite_part(table)
     diverged = tuple(sorted(set(range(len(table))) - set(rows)))
-    scale = scale or Scale()
+    scale = scale or MetricScale()
     kept = scale.to(table[np.ix_(rows, points)])
     seeds, count = kept.shape
     moved, unit = scaled(kept)
@@ -247,7 +247,7 @@ def highest_between(
     return _location(pairs.t, left, right, critical(both, level))
 
 
-def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int, scale: Scale) -> PeakTest:
+def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int, scale: MetricScale) -> PeakTest:
     """`peak_test` for a verdict, which seeds that do not differ cannot give. Raises UserError for these too."""
     test = peak_test(curves, level=level, draws=draws, seed=seed, scale=scale)
     if not test.sd:
@@ -380,7 +380,7 @@ def _location(t: np.ndarray, left: int, right: int, threshold: float) -> tuple[i
     return tuple(j for j in between if max(t[j, k] for k in between) <= threshold)
 
 
-def _height(pairs: Pairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> Height:
+def _height(pairs: PointPairs, triple: tuple[int, int, int] | None, threshold: float, level: float) -> Height:
     high = float(_uppers(pairs, level / 2).max())
     if triple is None:
         rise, fall = rises_and_falls(pairs.difference)
@@ -391,7 +391,7 @@ def _height(pairs: Pairs, triple: tuple[int, int, int] | None, threshold: float,
     return Height(float(differences.min()), max(0.0, float((differences - threshold * errors).min())), high)
 
 
-def _uppers(pairs: Pairs, level: float) -> np.ndarray:
+def _uppers(pairs: PointPairs, level: float) -> np.ndarray:
     """[J − 2]: by inner point, upper limits (0 or more) of the height of a peak there; the largest is that of the
     highest peak at 1 − level, from exact paired t limits at level/2 each."""
     limits = pairs.difference + t_quantile(1 - level / 2, pairs.seeds - 1) * np.sqrt(pairs.variance / pairs.seeds)

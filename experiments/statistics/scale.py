@@ -19,7 +19,7 @@ _LOSSES = ("loss", "perplexity", "squared", "surprise")
 
 
 @dataclass(frozen=True)
-class Scale:
+class MetricScale:
     """y → log(y + c), y → arcsin √((n·y + 3/8)/(n + 3/4)), or y itself."""
 
     name: Literal["plain", "log", "arcsine"] = "plain"
@@ -72,7 +72,7 @@ class Scale:
         return None
 
 
-def scale_of(metric: str, values: np.ndarray, items: int | None = None) -> Scale:
+def scale_of(metric: str, values: np.ndarray, items: int | None = None) -> MetricScale:
     """The scale of the figures called `metric`: losses log, error rates arcsine, everything else plain.
 
     values: [S, J], of which only this is asked: whether they can be such figures at all (a loss below 0 or a rate
@@ -82,11 +82,11 @@ def scale_of(metric: str, values: np.ndarray, items: int | None = None) -> Scale
     held = values[finite]
     name = metric.lower()
     if not held.size or name.startswith("log") or held.min() < 0:
-        return Scale()
+        return MetricScale()
     if any(word in name for word in _LOSSES):
         tops = np.where(finite, values, -np.inf).max(1)
         start = _STARTED * float(np.median(tops[np.isfinite(tops)]))
-        return Scale("log", start) if start > 0 else Scale()
+        return MetricScale("log", start) if start > 0 else MetricScale()
     if "error" in name and held.max() <= 1:
-        return Scale("arcsine", items=items)
-    return Scale()
+        return MetricScale("arcsine", items=items)
+    return MetricScale()

@@ -8,7 +8,7 @@ import numpy as np
 
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.intervals import t_quantile
-from flatshift.experiments.statistics.pairs import Pairs, pairs_of
+from flatshift.experiments.statistics.pairs import PointPairs, pairs_of
 from flatshift.experiments.statistics.peak import PeakTest, finite_part, scaled
 
 
@@ -41,14 +41,14 @@ class Step:
         )
 
 
-class Shape:
+class CurveShape:
     """Rises and falls between the points that the peak test judged.
 
     The critical value is that of the largest rise anywhere on a flat curve; the largest fall has the same one. So
     whichever pair is shown, a curve without any rise (fall) shows one with probability at most the test's level.
     """
 
-    def __init__(self, curve: Curve, pairs: Pairs, unit: float, means: np.ndarray, test: PeakTest):
+    def __init__(self, curve: Curve, pairs: PointPairs, unit: float, means: np.ndarray, test: PeakTest):
         self.curve, self.test = curve, test
         self.points = test.points
         self.mean = {column: curve.scale.back(z) for column, z in zip(test.points, means.tolist(), strict=True)}
@@ -117,9 +117,9 @@ class Shape:
         return Step(self.curve, start, end, (self.mean[start], self.mean[end]), float(t), self.test.critical)
 
 
-def shape_of(curve: Curve, test: PeakTest) -> Shape:
+def shape_of(curve: Curve, test: PeakTest) -> CurveShape:
     """Rises and falls of `curve.test`, of which `test` is the peak test."""
     rows, points = finite_part(curve.test)
     kept = curve.scale.to(curve.test[np.ix_(rows, points)])
     moved, unit = scaled(kept)
-    return Shape(curve, pairs_of(moved, curve.scale.least(unit)), unit, kept.mean(0), test)
+    return CurveShape(curve, pairs_of(moved, curve.scale.least(unit)), unit, kept.mean(0), test)

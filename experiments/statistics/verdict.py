@@ -26,7 +26,7 @@ from flatshift.experiments.statistics.peak import (
     holdout_test,
     seeds_needed,
 )
-from flatshift.experiments.statistics.shape import Shape, shape_of
+from flatshift.experiments.statistics.shape import CurveShape, shape_of
 from flatshift.finetune.errors import UserError
 
 Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
@@ -35,7 +35,7 @@ TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CurveVerdict:
     """A name for a curve and the evidence for it."""
 
     kind: Kind
@@ -57,7 +57,7 @@ class Verdict:
 
 def judge_curve(
     curve: Curve, *, level: float = 0.05, delta: float | None = None, draws: int = 20_000, seed: int = 0
-) -> Verdict:
+) -> CurveVerdict:
     """Judge one curve.
 
     - double descent: the test error has a peak, a significant fall to the left of it, no peak of the training loss, the
@@ -93,7 +93,7 @@ def judge_curve(
         why = error.told(curve.planned) if isinstance(error, TooFewSeeds) else str(error)
         said = [_capital(why) + ".", curve.lost_sentence(), _cannot_show(curve, threshold)]
         value = None if threshold is None else threshold.value
-        return Verdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
+        return CurveVerdict("undecided", tuple(filter(None, said)), threshold=value, crossing=threshold)
     bump = find_instability(curve, level=level, draws=draws, seed=seed)
     threshold = _threshold(curve, peak.diverged, peak.points)
     judged = _Judged(curve, peak, shape_of(curve, peak), bump, threshold, level)
@@ -118,7 +118,7 @@ def judge_curve(
             evidence.append(f"Left out, since most seeds have no value there: {', '.join(points)}.")
         if peak.diverged:
             evidence.append(f"The verdict is about the other {peak.seeds} seeds.")
-    return Verdict(
+    return CurveVerdict(
         kind,
         tuple(evidence),
         peak,
@@ -159,7 +159,7 @@ class _Judged:
 
     curve: Curve
     peak: PeakTest
-    shape: Shape
+    shape: CurveShape
     bump: Instability
     threshold: Crossing | None
     level: float

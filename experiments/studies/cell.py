@@ -33,7 +33,7 @@ from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 if TYPE_CHECKING:
     from flatshift.experiments.data.splits import Prepared
     from flatshift.experiments.recipe.config import Recipe
-    from flatshift.experiments.workflows.context import Probe
+    from flatshift.experiments.workflows.context import FineTuneProbe
 
 _DONE = Path("stages", "fine-tune", "done.json")
 
@@ -50,7 +50,7 @@ class Cell:
     resolved: Resolved
     laid: Mapping[str, Any] = field(default_factory=dict)
     """Dotted key → value as written, which makes the same cell again; empty where no grid made it."""
-    probe: Callable[[], Probe] | None = None
+    probe: Callable[[], FineTuneProbe] | None = None
     """Makes what measures more than a run's own figures; can be sent to another process."""
 
     @property

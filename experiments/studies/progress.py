@@ -89,7 +89,7 @@ class CostModel:
         return a, b, c
 
 
-class Progress:
+class CellProgress:
     """Counts cells by point and state, and says what is left.
 
     cells: the plan. results: of its cells that were finished before. workers: cells or stacks at the same time.

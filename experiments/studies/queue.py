@@ -29,7 +29,7 @@ from flatshift.experiments.studies.cell import Cell, Result, drop_result, finish
 from flatshift.experiments.studies.devices import DevicePlacement, memory_of, on_cuda, place
 from flatshift.experiments.studies.directory import await_orphans, results_of, study_lock
 from flatshift.experiments.studies.leases import Leases
-from flatshift.experiments.studies.progress import Progress
+from flatshift.experiments.studies.progress import CellProgress
 from flatshift.finetune.atomic import sweep_leftovers
 from flatshift.finetune.child_process import without_namesakes
 from flatshift.finetune.errors import Interrupted
@@ -109,7 +109,7 @@ def run_cells(
         return
     here = places.jobs == 1 and not on_cuda(places, todo)
     units = units_of(todo, places, stack=stack, say=console.say)
-    progress = Progress(list(unique.values()), results, console, label=label, workers=min(places.jobs, len(units)))
+    progress = CellProgress(list(unique.values()), results, console, label=label, workers=min(places.jobs, len(units)))
     queue = _Queue(out, deque(units), places, progress, run, on_result, rerun, leases)
     try:
         with progress.shown():
@@ -160,7 +160,7 @@ class _Queue:
     out: Path
     waiting: deque[Unit]
     places: DevicePlacement
-    progress: Progress
+    progress: CellProgress
     run: RunUnit
     on_result: Callable[[Path], None]
     rerun: Collection[str] = ()
@@ -234,7 +234,7 @@ class _Queue:
 
     def _hear(self, worker: _Worker) -> None:
         try:
-            answer: Answer | None = worker.connection.recv()
+            answer: WorkerReply | None = worker.connection.recv()
         except (EOFError, ConnectionResetError):
             answer = None
         if answer is None or not answer.fit:
@@ -379,7 +379,7 @@ def _ending(code: int | None) -> str:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkerReply:
     """What became of a unit."""
 
     kind: Literal["done", "stopped", "disk full"]
@@ -389,7 +389,7 @@ class Answer:
     """Whether this process can take another unit."""
 
 
-READY = Answer("done")
+READY = WorkerReply("done")
 
 
 def start_worker(parent: int, threads: int) -> None:
@@ -435,11 +435,11 @@ def _spare_garbage() -> None:
     gc.freeze()
 
 
-def _answer(out: Path, unit: Unit, threads: int, run: RunUnit) -> Answer:
+def _answer(out: Path, unit: Unit, threads: int, run: RunUnit) -> WorkerReply:
     try:
-        return Answer("done", fit=run(out, unit, threads))
+        return WorkerReply("done", fit=run(out, unit, threads))
     except Interrupted as error:
-        return Answer("stopped" if was_signal(error) else "disk full", str(error), fit=False)
+        return WorkerReply("stopped" if was_signal(error) else "disk full", str(error), fit=False)
 
 
 def was_signal(error: Interrupted) -> bool:

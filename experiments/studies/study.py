@@ -161,7 +161,7 @@ def run_study_cells(
         return document
 
 
-class Batches:
+class CellBatches:
     """The cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
 
     run: how a unit is run. on_cell: told the file of each result that was written.

@@ -27,7 +27,7 @@ LayOut = Callable[..., Laid]
 """`flatshift.experiments.workflows.build.load_model`, or what stands in for it."""
 
 
-class Probe(Protocol):
+class FineTuneProbe(Protocol):
     """What is told of a fine-tune under way, to measure more than a run's own figures."""
 
     def step(self, line: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class RunContext:
     """A cell of a study: its figures are the study's, so there are no sums, no page and no figures of the cold backbone
     of its own."""
     draw: Draw | None = None
-    probe: Probe | None = None
+    probe: FineTuneProbe | None = None
     load_model: LayOut = load_model
     """Gives the model of a stage."""
 

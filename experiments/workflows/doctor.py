@@ -271,11 +271,11 @@ def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
     """What `train.precision: auto` comes to on the device that `train.device: auto` takes, and by which figures."""
     try:
         from flatshift.finetune.compute.cuda_status import resolve_device
-        from flatshift.finetune.compute.matmul_rate import Shape
+        from flatshift.finetune.compute.matmul_rate import MatmulShape
         from flatshift.finetune.compute.precision import choose
         from flatshift.finetune.config import Train
 
-        choice = choose(Train(), resolve_device("auto"), Shape.of(tokens=256, width=512, inner=1024))
+        choice = choose(Train(), resolve_device("auto"), MatmulShape.of(tokens=256, width=512, inner=1024))
     except Exception as error:  # a foreign `finetune`, which the problems above name, or a device that fails
         problems.append({"what": f"train.precision: auto cannot be settled: {error}", "fix": ""})
         return None

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.data.encode import encode_rows
-from flatshift.experiments.data.sources import Part
+from flatshift.experiments.data.sources import SourceFiles
 from flatshift.experiments.data.splits import learnt, prepare, prepare_apart, read_splits
 from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.tree import Branch
@@ -41,7 +41,14 @@ from flatshift.experiments.workflows.evaluation_target import Adapted, Evaluatio
 from flatshift.experiments.workflows.few_shot import FewShot, Ranked, rank_rows, read_shots
 from flatshift.experiments.workflows.generate import adapted_recipe
 from flatshift.experiments.workflows.run_parts import check_run
-from flatshift.experiments.workflows.samples import Kept, Sampling, check_rows, figures_of, records, write_samples
+from flatshift.experiments.workflows.samples import (
+    Sampling,
+    SavedSamples,
+    check_rows,
+    figures_of,
+    records,
+    write_samples,
+)
 from flatshift.finetune.atomic import replacing_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -101,7 +108,7 @@ def judge_side_by_side(
             if few_shot is not None and sampling is not None:
                 raise UserError("--prompt ranks what is there and --samples writes anew; leave one of them out")
             kept = None if out is None else out.with_name(f".{out.name}.written.jsonl")
-            how = _How(group_by, window, overlap, few_shot, sampling, Kept(kept))
+            how = _How(group_by, window, overlap, few_shot, sampling, SavedSamples(kept))
             found, splits = _judged(subjects, data, how, console)
             document = document_of(subjects, found, splits, data, group_by=group_by, few_shot=few_shot, trained=trained)
         document["command"] = command
@@ -131,7 +138,7 @@ class _How:
     overlap: int | None
     few_shot: FewShot | None
     sampling: Sampling | None
-    kept: Kept
+    kept: SavedSamples
 
 
 def _judged(
@@ -171,7 +178,7 @@ def _rows(subject: EvaluationTarget, data: Sequence[str], how: _How, notes: list
     if data:
         # Ids need not be unique here: parallel texts share theirs.
         columns = dataclasses.replace(recipe.data.columns, id="\0")
-        part = Part("--data", None, tuple(data), columns, "data.columns")
+        part = SourceFiles("--data", None, tuple(data), columns, "data.columns")
         if how.few_shot is None:
             rows = list(part.rows(recipe.data, recipe.task, skipped))
         else:

@@ -96,7 +96,7 @@ def check(recipe: Recipe) -> None:
 
 
 @dataclass(frozen=True)
-class Features:
+class GradientFeatures:
     """Gradient features of rows: a block that no rank changes, and one for each step from a rank to the next."""
 
     blocks: list[np.ndarray]
@@ -104,7 +104,7 @@ class Features:
     outputs: np.ndarray
     """[N, C] at the start."""
 
-    def kernel(self, other: Features, upto: int, scale: float) -> np.ndarray:
+    def kernel(self, other: GradientFeatures, upto: int, scale: float) -> np.ndarray:
         """[N·C', M·C'] with the first `upto` blocks of ranks, whose gradients `scale` is the square of a factor of."""
         found = self.blocks[0] @ other.blocks[0].T
         for mine, theirs in zip(self.blocks[1 : upto + 1], other.blocks[1 : upto + 1], strict=True):
@@ -126,7 +126,7 @@ class _Hashed:
 
 def features(
     engine: Engine, recipe: Recipe, examples: Sequence[Any], ranks: Sequence[int], *, pad_id: int, summed: bool
-) -> Features:
+) -> GradientFeatures:
     """Of `examples` in order, at the largest of `ranks`, which the adapter has; smaller ones are its first columns.
 
     Raises UserError for what is no linear layer, and for gradients that are no finite numbers.
@@ -169,7 +169,7 @@ def features(
     whole = [torch.cat(block)[back].flatten(0, 1).double().numpy() for block in blocks]
     if not all(np.isfinite(block).all() for block in whole):
         raise UserError("forecast: gradients at the start are NaN or infinite; try train.precision: fp32")
-    return Features(whole, torch.cat(outputs)[back].double().numpy())
+    return GradientFeatures(whole, torch.cat(outputs)[back].double().numpy())
 
 
 # ------------------------------------------------------------------------------------------------------- one draw

@@ -24,7 +24,7 @@ from flatshift.finetune.planner.devices import at_hand
 from flatshift.finetune.planner.evaluation import evaluation_plan
 from flatshift.finetune.planner.footprint import Sizes
 from flatshift.finetune.planner.layouts import Layout, best_of, layouts, table
-from flatshift.finetune.planner.rules import Settings
+from flatshift.finetune.planner.rules import RuleSettings
 from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
 
 _THOUSAND = 1000
@@ -78,7 +78,7 @@ def plan(
         train = dataclasses.replace(train, precision=_AUTO)  # type: ignore[arg-type]
     cluster = _cluster(gpus, node, link, network)
     sizes = read_sizes(model or found.backbone, found.adapter).under(found.task)
-    settings = Settings.of(dataclasses.replace(found, train=train))
+    settings = RuleSettings.of(dataclasses.replace(found, train=train))
     settings = dataclasses.replace(settings, mesh=dataclasses.replace(found.mesh, auto=False))
     ways = ("none", "selective", "full") if recompute == "any" else (recompute,)
     priced = layouts(sizes, cluster, settings, recompute=ways)

@@ -19,13 +19,13 @@ from flatshift.experiments.recipe.build import build
 from flatshift.experiments.recipe.tree import Branch, parse_file
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.evaluation_target import Adapted, EvaluationTarget, subjects_of
-from flatshift.experiments.workflows.samples import Kept, Sampling, records, write_samples
+from flatshift.experiments.workflows.samples import Sampling, SavedSamples, records, write_samples
 from flatshift.finetune.atomic import replacing_directory, write_json
 from flatshift.finetune.compute.numerics import cpu_threads, evaluating
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
+from flatshift.finetune.evaluate.probes import WordListProbe, association, cooccurrence, sentences, shipped
 from flatshift.finetune.figures import interval_text
 from flatshift.finetune.lock import exclusive_lock
 
@@ -38,18 +38,18 @@ NOTES = (
 )
 
 
-def read_probe(name: str) -> Probe:
+def read_probe(name: str) -> WordListProbe:
     """A probe of a file, or a shipped one by name. Raises UserError with file:line."""
     path = shipped().get(name, Path(name))
     if not path.is_file():
         raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped())})")
-    found: Probe = build(Probe, parse_file(path))
+    found: WordListProbe = build(WordListProbe, parse_file(path))
     return found
 
 
 def probe_models(
     names: Sequence[str],
-    probe: Probe,
+    probe: WordListProbe,
     *,
     sampling: Sampling | None = None,
     data: Sequence[str] = (),
@@ -78,7 +78,7 @@ def probe_models(
         if data:
             rows = require_rows(read_rows(data, columns=Columns(id="\0"), required=("text",)), files=data, what="text")
             document["data"] = cooccurrence(probe, [row.values["text"] for row in rows])
-        kept = Kept(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
+        kept = SavedSamples(None if out is None else out.with_name(f".{out.name}.written.jsonl"))
         adapted, written = Adapted(console), []
         for subject in subjects_of(names, overrides, True, console):
             console.say(f"asking {subject.name}")
@@ -97,7 +97,12 @@ def probe_models(
 
 
 def _ask(
-    subject: EvaluationTarget, probe: Probe, sampling: Sampling | None, kept: Kept, adapted: Adapted, console: Console
+    subject: EvaluationTarget,
+    probe: WordListProbe,
+    sampling: Sampling | None,
+    kept: SavedSamples,
+    adapted: Adapted,
+    console: Console,
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
     """Figures of one model, and lines of generations.jsonl."""
     from flatshift.finetune.compute.cuda_status import resolve_device

@@ -76,7 +76,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedSamples:
     """What a command that was cut off had written; `path` None: nothing is kept."""
 
     path: Path | None
@@ -108,7 +108,7 @@ def write_samples(
     rows: Sequence[Row],
     task: Task,
     asked: Sampling,
-    kept: Kept,
+    kept: SavedSamples,
     inference: EvalBatching,
     *,
     bar: Callable[[int], None] = lambda done: None,

@@ -30,7 +30,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import resume_command
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.train.trace.curvature import mean_loss
-from flatshift.regularizers.sharpness import Measured, Sharpness, measure
+from flatshift.regularizers.sharpness import Sharpness, SharpnessResult, measure
 from flatshift.regularizers.sharpness.config import measure_name
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _widen(model: nn.Module) -> None:
 
 
 def _result(
-    found: Measured, settings: Sharpness, *, split: str, rows: int, supervised: int, seed: int, path: Path
+    found: SharpnessResult, settings: Sharpness, *, split: str, rows: int, supervised: int, seed: int, path: Path
 ) -> dict[str, Any]:
     plain = found.as_dict()
     about = {

@@ -18,7 +18,7 @@ from flatshift.finetune.config import Columns
 from flatshift.finetune.data.rows import Row, read_rows, require_rows
 from flatshift.finetune.errors import UserError, first_line
 from flatshift.finetune.evaluate.bootstrap import ratio_interval
-from flatshift.finetune.evaluate.fertility import Cut, Vocabulary, cut_texts
+from flatshift.finetune.evaluate.fertility import TokenizedTexts, Vocabulary, cut_texts
 from flatshift.finetune.evaluate.text import dictionary_missing, language
 from flatshift.finetune.lock import exclusive_lock
 
@@ -178,12 +178,12 @@ def _pairs(
     return found
 
 
-def _parity(cut: Cut, own: Sequence[int], theirs: Sequence[int]) -> float | None:
+def _parity(cut: TokenizedTexts, own: Sequence[int], theirs: Sequence[int]) -> float | None:
     whole = int(cut.tokens[list(theirs)].sum())
     return float(cut.tokens[list(own)].sum()) / whole if whole else None
 
 
-def _interval(cut: Cut, places: Any) -> list[float | None]:
+def _interval(cut: TokenizedTexts, places: Any) -> list[float | None]:
     """Of tokens per word, over documents."""
     if len(places) < 2:
         return [None, None]

@@ -88,7 +88,7 @@ from flatshift.experiments.workflows.run_parts import (
 )
 from flatshift.finetune.atomic import fsync_directory, read_object, write_json, write_text
 from flatshift.finetune.config import Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import closing_tokens
 from flatshift.finetune.data.files import describe
 from flatshift.finetune.data.labels import fold_units
@@ -106,7 +106,7 @@ from flatshift.finetune.planner.cluster import Cluster
 from flatshift.finetune.planner.footprint import Sizes
 from flatshift.finetune.planner.layouts import update_seconds
 from flatshift.finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.throughput import device_named
 from flatshift.finetune.run_directory import (
     RunDirectory,
@@ -331,7 +331,7 @@ def _warm_up(context: RunContext) -> Path:
     warmup, folder = recipe.warmup, context.run.path / "selection"
     task, reason = warm_up_task(recipe)
     context.console.say(f"warm-up: {task.kind}, {reason}")
-    check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, task))
+    check_settings(RuleSettings(recipe.mesh, recipe.train, recipe.adapter, task))
     columns = recipe.select.columns if recipe.select is not None else recipe.data.columns
     check_files(folder)
     plan = StagePlan(
@@ -458,7 +458,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     recipe, prepared, task, train = context.recipe, plan.prepared, plan.task, plan.train
     say, last = context.console.say, plan.name == FINE_TUNE
     seed = derive(train.seed, plan.name)
-    batches = Batches(
+    batches = TrainingDataLoader(
         prepared.train,
         task=task,
         batch_size=train.batch_size,
@@ -541,7 +541,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     )
 
 
-def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches: Batches) -> None:
+def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches: TrainingDataLoader) -> None:
     """What the adapter could hold beside what the stage's labels could ask of it: always in the log, and on the console
     where the adapter is the smaller. Ranks that hold whole tensors know its size."""
     names, mesh = plan.prepared.label_names, context.recipe.mesh
@@ -568,7 +568,7 @@ def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) ->
         return None
     cluster = Cluster.parse(f"1x{name}")
     sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(task)
-    return update_seconds(sizes, cluster, Settings(recipe.mesh, train, recipe.adapter, task))
+    return update_seconds(sizes, cluster, RuleSettings(recipe.mesh, train, recipe.adapter, task))
 
 
 def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict[str, dict[str, Any]]:

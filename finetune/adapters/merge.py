@@ -25,7 +25,7 @@ from ..atomic import write_json
 from ..config import by_pattern
 from ..errors import UserError
 from ..models.anatomy import is_conv1d
-from ..models.safetensors_index import INDEX, SINGLE, Entry, read_index
+from ..models.safetensors_index import INDEX, SINGLE, TensorEntry, read_index
 from ..models.weight_names import canonical, expert_sources
 from .adapter import read_adapter
 from .offsets import ADAPTER
@@ -52,7 +52,7 @@ Rows = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightDelta:
     """What an adapter does to one weight, in the layout of the file."""
 
     a: Tensor
@@ -65,7 +65,7 @@ class Change:
     magnitude: Tensor | None
     """DoRA's trained norms (m,)."""
 
-    def added_to(self, entry: Entry, start: int, stop: int) -> Tensor:
+    def added_to(self, entry: TensorEntry, start: int, stop: int) -> Tensor:
         """The file's rows `start:stop` of W + s·B·A, float64, without DoRA's norms."""
         rows = _rows_of(entry, start, stop).double()
         if rows.ndim == 3:
@@ -116,7 +116,7 @@ class _Piece:
     dtype: torch.dtype
     shape: tuple[int, ...]
     rows: Rows | None = None
-    entry: Entry | None = None
+    entry: TensorEntry | None = None
 
     @property
     def size(self) -> int:
@@ -195,7 +195,7 @@ def merge_files(
     return Merged(changed, rounding)
 
 
-def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Change], dict[str, Tensor]]:
+def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, WeightDelta], dict[str, Tensor]]:
     """By parameter name: what the adapter in the directory `adapter` multiplies out to, and tensors that it replaces.
 
     Raises as `merge_files`.
@@ -204,7 +204,7 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Chang
     tensors = {name: tensor.float() for name, tensor in read_adapter(adapter).items()}
     if settings.get("lora_bias"):
         raise _refusal("its factors have biases of their own (lora_bias)")
-    changes: dict[str, Change] = {}
+    changes: dict[str, WeightDelta] = {}
     owners = {name.split(".lora_")[0] for name in tensors if ".lora_" in name}
     modules = dict(model.named_modules())
     experts = _expert_layers(model, adapter) if settings.get("target_parameters") else {}
@@ -214,7 +214,7 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Chang
             a, b = tensors[f"{owner}.lora_A.weight"], tensors[f"{owner}.lora_B.weight"]
             a = a.reshape(count, -1, a.shape[1])  # rows e·r … of A; every E-th column of B from e on
             b = b.reshape(b.shape[0], -1, count).permute(2, 0, 1)
-            changes[name] = Change(a, b, scale, transposed, None)
+            changes[name] = WeightDelta(a, b, scale, transposed, None)
             continue
         if owner not in modules:
             raise UserError(f"{adapter}: this adapter belongs to another backbone, which has {owner}")
@@ -229,7 +229,7 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Chang
             raise _refusal(f"{owner} is a {type(kind).__name__}, neither a linear layer nor an embedding")
         rank, alpha = a.shape[0], by_pattern(settings.get("alpha_pattern"), owner, settings["lora_alpha"])
         scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
-        changes[f"{owner}.weight"] = Change(a, b, scale, transposed, magnitude)
+        changes[f"{owner}.weight"] = WeightDelta(a, b, scale, transposed, magnitude)
     return changes, {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
 
 
@@ -253,7 +253,7 @@ def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str
     return found
 
 
-def _places(model: PreTrainedModel, changes: dict[str, Change]) -> Iterator[tuple[str, str, Change]]:
+def _places(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator[tuple[str, str, WeightDelta]]:
     """Of each tensor of the files that is to change: its key there, its key in the merged files, and the change.
 
     Raises UserError for experts that the files hold otherwise than one by one or all in one tensor.
@@ -268,7 +268,7 @@ def _places(model: PreTrainedModel, changes: dict[str, Change]) -> Iterator[tupl
             yield key, key if name == _sharing(checkpoint, name)[0] else name, change
 
 
-def _expert_parts(model: PreTrainedModel, name: str, change: Change) -> Iterator[tuple[str, Change]]:
+def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Iterator[tuple[str, WeightDelta]]:
     """The files' own tensors of the parameter `name`, which transformers stacks over experts, and puts one projection
     below the other (gate, up), each with its part of the change."""
     checkpoint: Any = model.checkpoint
@@ -279,11 +279,11 @@ def _expert_parts(model: PreTrainedModel, name: str, change: Change) -> Iterator
     for keys in parts:
         rows = checkpoint.entries[keys[0]].shape[0]
         for expert, key in enumerate(keys):
-            yield key, Change(change.a[expert], change.b[expert, first : first + rows], change.scale, False, None)
+            yield key, WeightDelta(change.a[expert], change.b[expert, first : first + rows], change.scale, False, None)
         first += rows
 
 
-def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, Change], *, rows: int = 4) -> float:
+def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta], *, rows: int = 4) -> float:
     """Largest difference between `rows` rows of each changed weight as written and as computed anew in float64.
 
     model: as of `merge_files`. Relative to the largest value of the row; rounding to the stored dtype is part of it.
@@ -308,7 +308,7 @@ def _sharing(checkpoint: Any, name: str) -> list[str]:
     return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 
-def _alone(entry: Entry, cast: torch.dtype | None) -> _Piece:
+def _alone(entry: TensorEntry, cast: torch.dtype | None) -> _Piece:
     """A tensor without an adapter: byte by byte, or rounded to `cast`."""
     if cast is None or entry.dtype == cast or not (entry.dtype.is_floating_point and entry.shape):
         return _Piece(entry.dtype, entry.shape, entry=entry)
@@ -356,7 +356,7 @@ def _span_of(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor[start:stop]
 
 
-def _merged(entry: Entry, change: Change) -> Rows:
+def _merged(entry: TensorEntry, change: WeightDelta) -> Rows:
     scale = _row_scale(entry, change) if change.magnitude is not None else None
 
     def rows(start: int, stop: int) -> Tensor:
@@ -368,7 +368,7 @@ def _merged(entry: Entry, change: Change) -> Rows:
     return rows
 
 
-def _row_scale(entry: Entry, change: Change) -> Tensor:
+def _row_scale(entry: TensorEntry, change: WeightDelta) -> Tensor:
     """DoRA: magnitude over the norm of each output's weights (m,), float64."""
     assert change.magnitude is not None
     squares = torch.zeros_like(change.magnitude, dtype=torch.float64)
@@ -381,7 +381,7 @@ def _row_scale(entry: Entry, change: Change) -> Tensor:
     return change.magnitude / squares.sqrt()
 
 
-def _rows_of(entry: Entry, start: int, stop: int) -> Tensor:
+def _rows_of(entry: TensorEntry, start: int, stop: int) -> Tensor:
     """Rows `start:stop` of a tensor of the files, read into memory of their own."""
     width = entry.bytes // entry.shape[0]
     data = bytearray((stop - start) * width)
@@ -398,7 +398,7 @@ def _spans(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, shape[0])
 
 
-def _copied(entry: Entry) -> Iterator[bytes]:
+def _copied(entry: TensorEntry) -> Iterator[bytes]:
     with entry.file.open("rb") as stream:
         stream.seek(entry.offset)
         left = entry.bytes

@@ -16,7 +16,7 @@ from ..compute.numerics import seeded
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
 from ..models.anatomy import cache_name
-from ..planner.rules import Settings, check_settings
+from ..planner.rules import RuleSettings, check_settings
 from ..seeds import torch_generator
 from .projector import attach_projector
 
@@ -45,7 +45,7 @@ def attach_soft_tokens(
     """
     from peft import PromptTuningConfig, get_peft_model
 
-    check_settings(Settings(Mesh(), Train(), adapter, task))
+    check_settings(RuleSettings(Mesh(), Train(), adapter, task))
     count = adapter.soft_tokens
     assert count is not None
     table: Any = backbone.get_input_embeddings()

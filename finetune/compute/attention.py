@@ -184,7 +184,7 @@ def register(kernel: Kernel) -> None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """What is known of the rows under way."""
 
     padded: bool
@@ -193,7 +193,7 @@ class Rows:
     """(B, T) int64 of packed rows, from 0 again for each sample; None: a sample a row."""
 
 
-_READ: ContextVar[Rows | None] = ContextVar("rows under way", default=None)
+_READ: ContextVar[PackedRows | None] = ContextVar("rows under way", default=None)
 _ASKED: ContextVar[bool] = ContextVar("whether masks are made here", default=False)
 
 
@@ -243,7 +243,7 @@ def packed_batch(batch: Any) -> Iterator[dict[str, Tensor]]:
         return
     if positions is not None:  # given in any case: without it transformers would look for samples in the positions
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
-    token = _READ.set(Rows(padded, positions))
+    token = _READ.set(PackedRows(padded, positions))
     try:
         yield inputs
     finally:

@@ -5,8 +5,8 @@ update's batch, token or head and query, feature or key): SplitMix64 as in `flat
 word for four neighbours of the last dim. So ranks that share tokens draw alike, ranks that split rows, tokens, heads or
 features each draw their part, and a block that backward computes again draws what it drew before. No generator is read.
 
-Models call dropout in modules, in functions and inside of attention, so a `Pass` meets these calls where torch hands
-them to a function mode; the module is the innermost one that is being called.
+Models call dropout in modules, in functions and inside of attention, so a `DropoutPass` meets these calls where torch
+hands them to a function mode; the module is the innermost one that is being called.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STEPS = 1 << 16
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """How this rank's tensors lie in those of one process; makes a `Pass` for each forward pass."""
+    """How this rank's tensors lie in those of one process; makes a `DropoutPass` for each forward pass."""
 
     names: Mapping[nn.Module, str]
     """Modules by the names that they have on every mesh."""
@@ -47,23 +47,23 @@ class KeyedDropout:
     positions: Callable[[int], Tensor] | None = None
     """Global tokens of a rank that has so many of each row; None where it has all."""
 
-    def during(self, step: int, *, first: int, rows: int, tokens: int) -> Pass:
+    def during(self, step: int, *, first: int, rows: int, tokens: int) -> DropoutPass:
         """What surrounds the forward pass of `rows` rows, from the `first` of the update's on, at a step (from 0).
 
         tokens: of a row, on this rank.
         """
-        return Pass(self, step_id(self.seed, step), first, rows, tokens, {})
+        return DropoutPass(self, step_id(self.seed, step), first, rows, tokens, {})
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.passes: list[Pass] = []
+        self.passes: list[DropoutPass] = []
 
 
 _thread = _Thread()
 
 
-class Pass(TorchFunctionMode):
+class DropoutPass(TorchFunctionMode):
     """Inside, dropout is drawn for the rows of one forward pass."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Pass(TorchFunctionMode):
         self._query = 0
         """Global position of the first query of an attention."""
 
-    def __enter__(self) -> Pass:
+    def __enter__(self) -> DropoutPass:
         super().__enter__()
         _thread.passes.append(self)
         return self
@@ -85,10 +85,10 @@ class Pass(TorchFunctionMode):
         _thread.passes.pop()
         super().__exit__(*error)
 
-    def again(self) -> Callable[[], Pass]:
+    def again(self) -> Callable[[], DropoutPass]:
         """Makes passes that go on from here: for backward, which computes a block once more, or several times."""
         now = dict(self._calls)
-        return lambda: Pass(self._keyed, self._step, self._first, self._rows, self._tokens, dict(now))
+        return lambda: DropoutPass(self._keyed, self._step, self._first, self._rows, self._tokens, dict(now))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         drawn = _DRAWN.get(func)
@@ -195,9 +195,9 @@ class Pass(TorchFunctionMode):
 
 
 _DRAWN: dict[Any, Callable[..., Tensor]] = {
-    F.dropout: Pass._dropout,
+    F.dropout: DropoutPass._dropout,
     torch.dropout: lambda own, input, p, train: own._dropout(input, p, train),
-    F.scaled_dot_product_attention: Pass._attention,
+    F.scaled_dot_product_attention: DropoutPass._attention,
 }
 
 
@@ -216,9 +216,9 @@ class _Dropped(torch.autograd.Function):
         return _Dropped.apply(grad, kept, ctx.scale), None, None
 
 
-def recomputed() -> Callable[[], Pass] | None:
+def recomputed() -> Callable[[], DropoutPass] | None:
     """For a module that is about to be called and that backward will call again: makes what surrounds the second call,
-    and any later one, so that it draws what the first draws. None outside of a `Pass`."""
+    and any later one, so that it draws what the first draws. None outside of a `DropoutPass`."""
     return _thread.passes[-1].again() if _thread.passes else None
 
 

@@ -32,7 +32,7 @@ from .numerics import attention, evaluating
 from .precision import autocast, compute_dtype
 
 if TYPE_CHECKING:
-    from ..data.batches import Batches
+    from ..data.batches import TrainingDataLoader
     from ..data.micro_batch import MicroBatch
     from ..parallel.engine import Engine
     from ..tasks import Task
@@ -49,7 +49,7 @@ _HALF_LOSS, _HALF_GRADIENT = 2e-3, 2e-2
 """Relative differences of loss and gradient that rounding makes in half precision."""
 
 
-class Kernel(Protocol):
+class FusedLossKernel(Protocol):
     """`flatshift.finetune.compute.loss.linear_cross_entropy`, computed otherwise."""
 
     def __call__(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
@@ -58,9 +58,9 @@ class Kernel(Protocol):
 # --------------------------------------------------------------------------------------------- kernels at hand
 
 
-def at_hand() -> dict[str, Kernel]:
+def at_hand() -> dict[str, FusedLossKernel]:
     """The kernels that can be tried here, by name; their packages are not imported yet."""
-    found: dict[str, Kernel] = {}
+    found: dict[str, FusedLossKernel] = {}
     if importlib.util.find_spec("liger_kernel") is not None:
         found["liger"] = _liger
     if hasattr(F, "linear_cross_entropy") and hasattr(nn, "LinearCrossEntropyOptions"):
@@ -112,7 +112,7 @@ class Trial:
 
 
 def tried(
-    kernels: Mapping[str, Kernel], hidden: Tensor, linear: nn.Linear, targets: Tensor, *, ratio: float = 0.0
+    kernels: Mapping[str, FusedLossKernel], hidden: Tensor, linear: nn.Linear, targets: Tensor, *, ratio: float = 0.0
 ) -> dict[str, Trial]:
     """Our slices under `OURS`, and each of `kernels`, on hidden states (n, D); in turns, so that none is timed warm.
 
@@ -120,7 +120,7 @@ def tried(
     """
     computed = {}
     trials: dict[str, Trial] = {}
-    candidates: dict[str, Kernel] = {OURS: linear_cross_entropy, **kernels}
+    candidates: dict[str, FusedLossKernel] = {OURS: linear_cross_entropy, **kernels}
     for name, kernel in candidates.items():
         try:
             computed[name] = _passed(kernel, hidden, linear, targets, ratio)
@@ -140,7 +140,9 @@ def tried(
     return trials | {name: Trial(seconds) for name, seconds in best.items()}
 
 
-def _passed(kernel: Kernel, hidden: Tensor, linear: nn.Linear, targets: Tensor, ratio: float) -> tuple[Tensor, Tensor]:
+def _passed(
+    kernel: FusedLossKernel, hidden: Tensor, linear: nn.Linear, targets: Tensor, ratio: float
+) -> tuple[Tensor, Tensor]:
     """The loss and its gradient by the hidden states."""
     with torch.enable_grad():
         rows = hidden.detach().requires_grad_()
@@ -174,13 +176,13 @@ def _now(device: torch.device) -> float:
 def with_kernel(
     engine: Engine,
     head: Head | None,
-    batches: Batches,
+    batches: TrainingDataLoader,
     *,
     task: Task,
     train: Train,
     folder: Path,
     say: Callable[[str], None],
-    kernels: Mapping[str, Kernel] | None = None,
+    kernels: Mapping[str, FusedLossKernel] | None = None,
 ) -> Head | None:
     """`head` with the kernel that the stage's loss is made by; collective on a mesh, where all ranks take the same.
 
@@ -217,7 +219,7 @@ def with_kernel(
 
 
 def _trial(
-    engine: Engine, head: Head, micro: MicroBatch, *, task: Task, train: Train, kernels: Mapping[str, Kernel]
+    engine: Engine, head: Head, micro: MicroBatch, *, task: Task, train: Train, kernels: Mapping[str, FusedLossKernel]
 ) -> dict[str, Trial]:
     """The kernels on the hidden states of `micro`, in the head's own forward, where FSDP2 has its weights whole."""
     batch, found = micro.to(engine.device), dict[str, Trial]()

@@ -34,7 +34,7 @@ _TURNS = 3
 
 
 @dataclass(frozen=True)
-class Shape:
+class MatmulShape:
     """Of a transformer block's feed-forward part in one micro-batch whose rows are half full."""
 
     tokens: int
@@ -42,7 +42,7 @@ class Shape:
     inner: int
 
     @classmethod
-    def of(cls, *, tokens: int, width: int, inner: int) -> Shape:
+    def of(cls, *, tokens: int, width: int, inner: int) -> MatmulShape:
         """Rounded to powers of two and so small that a block ends in hundredths of a second."""
 
         def near(value: int, low: int, high: int) -> int:
@@ -82,7 +82,7 @@ _WORTH = 0.8
 """Ratio of product rates under which no block is timed: nothing else in a step is faster in bf16."""
 
 
-def cpu_rates(shape: Shape) -> tuple[Rates, str | None]:
+def cpu_rates(shape: MatmulShape) -> tuple[Rates, str | None]:
     """The CPU's rates, measured once for a machine and kept in the cache.
 
     Returns the rates, and what is wrong with the file that was kept, if anything is: the rates are new then.
@@ -113,7 +113,7 @@ def _read(path: Path, about: dict[str, object]) -> tuple[Rates | None, str | Non
         return None, f"{path} is torn; measured anew"
 
 
-def _machine(shape: Shape) -> dict[str, object]:
+def _machine(shape: MatmulShape) -> dict[str, object]:
     """All that a rate depends on."""
     model, flags = processor()
     limits = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA")
@@ -127,13 +127,13 @@ def _machine(shape: Shape) -> dict[str, object]:
     }
 
 
-def measure_rates(shape: Shape) -> Rates:
+def measure_rates(shape: MatmulShape) -> Rates:
     """Time both dtypes: a small product, the whole one unless bf16 is far behind, and a block unless it is behind."""
     with cpu_threads(1):
         return _on_one_thread(shape)
 
 
-def _on_one_thread(shape: Shape) -> Rates:
+def _on_one_thread(shape: MatmulShape) -> Rates:
     _, n, m = PRODUCT
     rows = _FEW
     fp32, bf16 = (_rate(dtype, (_FEW, n, m)) for dtype in (torch.float32, torch.bfloat16))
@@ -142,7 +142,7 @@ def _on_one_thread(shape: Shape) -> Rates:
         fp32, bf16 = (_rate(dtype, PRODUCT) for dtype in (torch.float32, torch.bfloat16))
     block = None
     if bf16 > _WORTH * fp32:
-        full = Shape.of(tokens=2 * shape.tokens, width=shape.width, inner=shape.inner)
+        full = MatmulShape.of(tokens=2 * shape.tokens, width=shape.width, inner=shape.inner)
         steps = [lora_block(s, dtype) for s in (shape, full) for dtype in (torch.float32, torch.bfloat16)]
         half32, half16, full32, full16 = interleaved(steps, turns=_TURNS, clock=time.thread_time)
         block = math.sqrt(half32 / half16 * full32 / full16)
@@ -171,7 +171,7 @@ def interleaved(
     return best
 
 
-def lora_block(shape: Shape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
+def lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
     """A forward and backward pass through a feed-forward block with LoRA on both of its frozen products, as a training
     step computes it: under autocast in `dtype`, factors in float32, the gradient of the input wanted."""
     tokens, d, inner = shape.tokens, shape.width, shape.inner

@@ -48,8 +48,8 @@ def uses_dropout(model: nn.Module) -> bool:
 
 def uncounted_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
     """The first module, with its name, that drops by a generator even inside of
-    `flatshift.finetune.compute.dropout.Pass`: dropout of whole channels or by torch's own attention module, of which
-    transformers' text models have none."""
+    `flatshift.finetune.compute.dropout.DropoutPass`: dropout of whole channels or by torch's own attention module, of
+    which transformers' text models have none."""
     for name, module in model.named_modules():
         rate = getattr(module, "dropout" if isinstance(module, nn.MultiheadAttention) else "p", 0.0)
         drops = isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention) and rate > 0

@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from ..config import Precision, Train
 from ..errors import UserError
 from .capabilities import capabilities
-from .matmul_rate import DTYPES, Rates, Shape, cpu_rates
+from .matmul_rate import DTYPES, MatmulShape, Rates, cpu_rates
 
 GAIN = 1.2
 """How much faster bf16 must be to be taken for float32: a product of `products.PRODUCT`, and the LoRA block."""
@@ -53,7 +53,7 @@ class Choice:
     """What the user should know besides: bf16 that he asked for and that is slow, a kept measurement that was bad."""
 
 
-def choose(train: Train, device: torch.device, shape: Shape) -> Choice:
+def choose(train: Train, device: torch.device, shape: MatmulShape) -> Choice:
     """Settle `train.precision` for `device`.
 
     shape: of a feed-forward block of the run, which a CPU is timed with.
@@ -80,7 +80,7 @@ def choose(train: Train, device: torch.device, shape: Shape) -> Choice:
     return Choice(faster(rates), f"{rates}", wrong)
 
 
-def block_shape(directory: Path | None, *, tokens: int = 256) -> Shape:
+def block_shape(directory: Path | None, *, tokens: int = 256) -> MatmulShape:
     """Of a transformer block of the backbone in `directory` in a micro-batch of so many tokens; middling where its
     config.json does not tell, or is not to be had."""
     width = inner = 512
@@ -93,7 +93,7 @@ def block_shape(directory: Path | None, *, tokens: int = 256) -> Shape:
             inner = int(max(wide) if isinstance(wide, list) else wide)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         pass  # whoever loads the backbone says what is wrong
-    return Shape.of(tokens=tokens, width=width, inner=inner)
+    return MatmulShape.of(tokens=tokens, width=width, inner=inner)
 
 
 def loading_dtype(precision: Precision, directory: Path, device: str | torch.device, *, narrow: bool) -> torch.dtype:

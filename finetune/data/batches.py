@@ -123,7 +123,7 @@ class RowRuns:
         )
 
 
-class Batches:
+class TrainingDataLoader:
     """The endless, seeded stream of training micro-batches."""
 
     def __init__(

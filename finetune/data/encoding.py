@@ -32,7 +32,7 @@ from .template import Template, longest_first
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..tasks import Objective, Task
+    from ..tasks import BaseTask, Task
 
 _CHUNK = 1024
 _CHARACTERS = 1 << 14
@@ -258,12 +258,12 @@ Made = tuple[Example | list[Example] | str, Truncation]
 """Result of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
 
 
-class Encoder:
+class RowEncoder:
     """Takes rows a run at a time: tokenises a chunk at once, and counts what is left out and cut."""
 
     def __init__(
         self,
-        task: Objective,
+        task: BaseTask,
         tokenizer: PreTrainedTokenizerBase,
         max_length: int,
         *,

@@ -1,6 +1,6 @@
 """File formats, read as a stream of records: JSONL, CSV and TSV (also .gz .xz .zst), Parquet, `datasets`.
 
-Every reader yields `Record(line, index, values, problem)`: one object of the file, or what is wrong with it. Memory
+Every reader yields `FileRecord(line, index, values, problem)`: one object of the file, or what is wrong with it. Memory
 stays constant in the number of records. Only problems of a whole file (not there, corrupt, a format we do not know)
 are raised; a bad record is the caller's to refuse or to skip.
 """
@@ -54,7 +54,7 @@ class BrokenFile(UserError):
     """A file that is cut short, corrupt or cannot be read: where bad rows are skipped, what is left of it is one."""
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """One record of a file."""
 
     line: int
@@ -69,7 +69,7 @@ class Record(NamedTuple):
     """Keys that hold null, inside the objects of its lists, which Arrow made up and which are not in `values`."""
 
 
-def records(path: DataFile) -> Iterator[Record]:
+def records(path: DataFile) -> Iterator[FileRecord]:
     """The records of `path` in file order.
 
     Raises:
@@ -256,7 +256,7 @@ def _lines(path: DataFile) -> Iterator[bytes]:
 # -------------------------------------------------------------------------------------------------------------- formats
 
 
-def _jsonl(path: DataFile) -> Iterator[Record]:
+def _jsonl(path: DataFile) -> Iterator[FileRecord]:
     for number, line in enumerate(_lines(path)):
         if line.isspace():
             continue
@@ -280,10 +280,10 @@ def _jsonl(path: DataFile) -> Iterator[Record]:
             problem = "a number of more than 4,300 digits"
         if problem is None and not isinstance(value, dict):
             problem = f"a JSON {_json_type(value)}, not an object with columns"
-        yield Record(number, number + 1, {} if problem else value, problem)
+        yield FileRecord(number, number + 1, {} if problem else value, problem)
 
 
-def _document(path: DataFile) -> Iterator[Record]:
+def _document(path: DataFile) -> Iterator[FileRecord]:
     """A file of plain text as one record, its `text`, without its last line end; lines of other systems end as ours."""
     parts: list[bytes] = []
     for chunk in _chunks(path):
@@ -296,9 +296,9 @@ def _document(path: DataFile) -> Iterator[Record]:
     try:
         text = raw.decode("utf-8").replace("\r\n", "\n").removesuffix("\n")
     except UnicodeDecodeError as error:
-        yield Record(0, 1, {}, f"not valid UTF-8 (byte {error.start + 1} of the file)")
+        yield FileRecord(0, 1, {}, f"not valid UTF-8 (byte {error.start + 1} of the file)")
         return
-    yield Record(0, 1, {"text": text})
+    yield FileRecord(0, 1, {"text": text})
 
 
 def _is_array(path: DataFile, kind: str) -> bool:
@@ -314,7 +314,7 @@ def _is_array(path: DataFile, kind: str) -> bool:
     return bare.startswith(b"[") or _WRAPPED.match(bare.decode("utf-8", errors="replace")) is not None
 
 
-def _array(path: DataFile) -> Iterator[Record]:
+def _array(path: DataFile) -> Iterator[FileRecord]:
     """The objects of one JSON array, or of one under `data`, decoded one by one, so that memory does not grow with the
     file.
 
@@ -389,7 +389,7 @@ def _array(path: DataFile) -> Iterator[Record]:
             problem = f"a JSON {_json_type(value)}, not an object with columns"
         elif problem is None and too_deep(value):
             problem = f"nested deeper than {DEEPEST} levels"
-        yield Record(ordinal, line, {} if problem else value, problem)
+        yield FileRecord(ordinal, line, {} if problem else value, problem)
         line += text.count("\n", at, end)
         at = end
         if (found := token()) == "]":
@@ -445,7 +445,7 @@ def _json_type(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _csv(path: DataFile, delimiter: str) -> Iterator[Record]:
+def _csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
     # Undecodable bytes come through as lone surrogates, so that one bad record does not end the file.
     text = (line.decode("utf-8", errors="surrogateescape") for line in _lines(path))
     csv.field_size_limit(LONGEST_LINE)  # a document is longer than the module's 128 KiB default
@@ -461,7 +461,7 @@ def _csv(path: DataFile, delimiter: str) -> Iterator[Record]:
         except csv.Error as error:
             if header is None:
                 raise UserError(f"{path}:{place}: not a valid header row ({error})") from error
-            yield Record(ordinal, place, {}, f"not valid CSV ({error})")
+            yield FileRecord(ordinal, place, {}, f"not valid CSV ({error})")
             ordinal += 1
             continue
         if not fields:
@@ -477,7 +477,7 @@ def _csv(path: DataFile, delimiter: str) -> Iterator[Record]:
             problem = f"{len(fields)} fields where the header has {len(header)}"
         elif any(has_half_pair(value) for value in fields):
             problem = "not valid UTF-8"
-        yield Record(ordinal, place, {} if problem else dict(zip(header, fields, strict=True)), problem)
+        yield FileRecord(ordinal, place, {} if problem else dict(zip(header, fields, strict=True)), problem)
         ordinal += 1
 
 
@@ -492,14 +492,14 @@ def has_half_pair(text: str) -> bool:
     return False
 
 
-def _parquet(path: DataFile) -> Iterator[Record]:
+def _parquet(path: DataFile) -> Iterator[FileRecord]:
     with _parquet_file(path) as file:
         _refuse_twins(file.schema_arrow.names, f"{path}: the table")
         ordinal = 0
         for batch in _batches(file):
             for values in _arrow_rows(batch):
                 unread = isinstance(values, str)
-                yield Record(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
+                yield FileRecord(ordinal, ordinal + 1, {}, values) if unread else _of_arrow(ordinal, values)
                 ordinal += 1
 
 
@@ -552,7 +552,7 @@ def _refuse_twins(names: Sequence[str], what: str) -> None:
         raise UserError(f"{what} has the column {shortened(twice)!r} twice; rename one")
 
 
-def _of_arrow(ordinal: int, values: dict[str, Any]) -> Record:
+def _of_arrow(ordinal: int, values: dict[str, Any]) -> FileRecord:
     """A record without the keys that are null in the objects of its lists (turns, tools).
 
     Arrow gives all objects of a column the keys of every other one, so an argument of one tool is there, as null, in
@@ -564,7 +564,7 @@ def _of_arrow(ordinal: int, values: dict[str, Any]) -> Record:
             values[name], found = _without_nulls(value)
             # what a turn itself does not have (`tool_calls`, `name`) is no loss to tell of
             nulls += found - sum(part is None for one in value if one is not None for part in one.values())
-    return Record(ordinal, ordinal + 1, values, nulls=nulls)
+    return FileRecord(ordinal, ordinal + 1, values, nulls=nulls)
 
 
 def _without_nulls(value: Any) -> tuple[Any, int]:
@@ -609,7 +609,7 @@ _HUB_NAME = re.compile(
 )
 
 
-def _datasets(path: DataFile) -> Iterator[Record]:
+def _datasets(path: DataFile) -> Iterator[FileRecord]:
     name = str(path)
     given = HubName.read(name) if name.startswith(HUB) else None
     try:

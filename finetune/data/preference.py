@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from .chat.encode import ChatEncoder
-from .encoding import DroppedRows, Encoder, Truncation, chunks, is_blank, prompt_form
+from .encoding import DroppedRows, RowEncoder, Truncation, chunks, is_blank, prompt_form
 from .example import IGNORE, Encoded, Example
 from .rows import Row, missing_column, shared_prompt
 from .template import fit_completion
@@ -70,7 +70,7 @@ def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
 
 
 class PreferenceEncoder:
-    """Takes rows a run at a time, as `flatshift.finetune.data.encoding.Encoder` does."""
+    """Takes rows a run at a time, as `flatshift.finetune.data.encoding.RowEncoder` does."""
 
     def __init__(
         self,
@@ -92,7 +92,9 @@ class PreferenceEncoder:
             if task.chat
             else None
         )
-        self._text = Encoder(task, tokenizer, max_length, bad_rows=bad_rows, truncation=truncation, overlong=overlong)
+        self._text = RowEncoder(
+            task, tokenizer, max_length, bad_rows=bad_rows, truncation=truncation, overlong=overlong
+        )
         self._pairs = self._single = 0
         self._form = ""
 

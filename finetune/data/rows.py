@@ -24,7 +24,7 @@ from ..config import Columns
 from ..errors import UserError
 from ..seeds import numpy_generator
 from .files import expand
-from .formats import LONGEST_LINE, BrokenFile, Record, has_half_pair, records
+from .formats import LONGEST_LINE, BrokenFile, FileRecord, has_half_pair, records
 from .remote import DataFile
 
 _Any = TypeVar("_Any")
@@ -189,7 +189,7 @@ def read_rows(
         raise UserError(f"{', '.join(map(str, files))}: {missing_column(own, names_there, place)}")
 
 
-def _unbroken(path: DataFile, skipped: list[str] | None) -> Iterator[Record]:
+def _unbroken(path: DataFile, skipped: list[str] | None) -> Iterator[FileRecord]:
     """The records of `path`, one of several, up to where it breaks off; that is noted as a bad one."""
     good = 0
     try:
@@ -219,7 +219,7 @@ class _Reader:
         self.prompted = "prompt" in required
         self.form, self._first_row = "", True
 
-    def values(self, record: Record) -> dict[str, Any]:
+    def values(self, record: FileRecord) -> dict[str, Any]:
         """The row's values; ValueError says what is wrong with the record."""
         if record.problem:
             raise ValueError(record.problem)
@@ -457,7 +457,7 @@ def missing_column(own: str, record: Iterable[str], place: str | None = None) ->
 def canonical_values(record: dict[str, Any], columns: Columns, required: tuple[str, ...] = ("text",)) -> dict[str, Any]:
     """The `values` of the row that `read_rows` makes of this record. Raises ValueError that says what is wrong with
     it."""
-    return _Reader(columns, required).values(Record(0, 0, record))
+    return _Reader(columns, required).values(FileRecord(0, 0, record))
 
 
 def _given_id(value: Any, own: str) -> str | None:

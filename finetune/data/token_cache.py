@@ -41,7 +41,7 @@ class Damaged(Exception):
 
 
 @dataclass(frozen=True)
-class Found:
+class CachedTokens:
     """An entry, and what is known of it."""
 
     folder: Path
@@ -56,7 +56,7 @@ class TokenCache:
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> Found:
+    def get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> CachedTokens:
         """The entry of `key`; one that is not there, or damaged, is made, by one process while the others wait.
 
         make: writes the entry's files into the directory it is given and returns what is to be known of it.
@@ -67,11 +67,11 @@ class TokenCache:
         with _named(self.root):
             return self._get(key, make)
 
-    def _get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> Found:
+    def _get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> CachedTokens:
         folder = self.root / f"{ENTRY}{key}"
         try:
             if folder.is_dir():
-                return Found(folder, _checked(folder), [f"token cache: read from {folder}"])
+                return CachedTokens(folder, _checked(folder), [f"token cache: read from {folder}"])
         except (Damaged, FileNotFoundError):
             pass  # judged again below, where nobody else is at work on it
         self.root.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ class TokenCache:
             notes = []
             try:
                 if folder.is_dir():
-                    return Found(folder, _checked(folder), [f"token cache: read from {folder}"])
+                    return CachedTokens(folder, _checked(folder), [f"token cache: read from {folder}"])
             except (Damaged, FileNotFoundError) as error:
                 notes.append(f"token cache: {folder} is damaged ({error}) and was made again")
             if alone:  # else a temporary may be another's work
@@ -95,7 +95,7 @@ class TokenCache:
             gone = prune(self.root, limit=cache_limit(), keep=folder)
             if gone:
                 notes.append(f"token cache: {gone} older entries made room")
-            return Found(folder, about, notes)
+            return CachedTokens(folder, about, notes)
 
 
 def content_name(path: DataFile) -> str | None:

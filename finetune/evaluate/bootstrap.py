@@ -20,7 +20,7 @@ from ..seeds import numpy_generator
 _ELEMENTS = 1 << 22  # numbers of one block of resamples: 32 MiB
 
 
-class Interval(TypedDict):
+class BootstrapInterval(TypedDict):
     """A figure with its interval. A figure that is not finite is null."""
 
     value: float | None
@@ -89,7 +89,7 @@ def group_interval(
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
-) -> Interval | None:
+) -> BootstrapInterval | None:
     """`figure` over the rows at the places `groups[0]` of its split; with several groups, the mean of it over them.
 
     base: subtract this figure of another model, asked of the same draws of the rows that both are of.
@@ -119,7 +119,7 @@ def group_interval(
     return _interval(float(np.mean(values)), [replicates], confidence, total, share=share)
 
 
-def possible_share(found: Interval, confidence: float) -> Interval:
+def possible_share(found: BootstrapInterval, confidence: float) -> BootstrapInterval:
     """The interval of a share of items that all count, or none of them: every resample of them is the same.
 
     What n such items leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson, Biometrika 26, 1934). Any other
@@ -140,7 +140,7 @@ def interval(
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
-) -> Interval:
+) -> BootstrapInterval:
     """Bootstrap a statistic of arrays that have one entry per item.
 
     Arguments:
@@ -174,7 +174,7 @@ def ratio_interval(
     resamples: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
-) -> Interval:
+) -> BootstrapInterval:
     """Bootstrap Σ numerator / Σ denominator, for example nats per token over documents; then `transform` it.
 
     0/0 is not finite, so null.
@@ -206,7 +206,7 @@ def frequency_intervals(
     confidence: float = 0.95,
     seed: int = 0,
     figures: dict[str, Figure] | None = None,
-) -> dict[str, Interval]:
+) -> dict[str, BootstrapInterval]:
     """Bootstrap statistics that depend only on how many items there are of each kind; all see the same resamples.
 
     Resampling n items is drawing the counts of their kinds from a multinomial, which costs the number of kinds instead
@@ -252,13 +252,15 @@ def _check(n: int, resamples: int, confidence: float) -> None:
         raise UserError(f"eval.confidence: {confidence} is not a share; give for example 0.95")
 
 
-def _interval(value: float, replicates: list[NDArray], confidence: float, n: int, *, share: bool = False) -> Interval:
+def _interval(
+    value: float, replicates: list[NDArray], confidence: float, n: int, *, share: bool = False
+) -> BootstrapInterval:
     drawn = np.concatenate(replicates) if replicates else np.array([value])
     low = high = math.nan
     if np.isfinite(drawn).all():
         tail = (1.0 - confidence) / 2.0
         low, high = np.quantile(drawn, [tail, 1.0 - tail])
-    found: Interval = {"value": _finite(value), "low": _finite(low), "high": _finite(high), "n": n}
+    found: BootstrapInterval = {"value": _finite(value), "low": _finite(low), "high": _finite(high), "n": n}
     return possible_share(found, confidence) if share and replicates else found
 
 

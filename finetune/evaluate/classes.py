@@ -15,12 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UserError
-from .bootstrap import Figure, Interval, frequency_intervals
+from .bootstrap import BootstrapInterval, Figure, frequency_intervals
 from .metrics import ROW_SHARES, functions
 
 
 @dataclass(frozen=True)
-class Pairs:
+class LabelPairs:
     """The distinct (true, predicted) pairs of a test set."""
 
     true: NDArray[np.int64]
@@ -33,7 +33,7 @@ class Pairs:
     """(n,) which pair each item is."""
 
     @classmethod
-    def of(cls, true: Sequence[int], predicted: Sequence[int]) -> Pairs:
+    def of(cls, true: Sequence[int], predicted: Sequence[int]) -> LabelPairs:
         """Pairs of two sequences of the same length n ≥ 1."""
         if len(true) != len(predicted):
             raise ValueError(f"{len(true)} labels but {len(predicted)} predictions")
@@ -62,19 +62,19 @@ class Pairs:
         return weights[:, right] @ np.eye(self.num_classes)[self.true[right]]
 
 
-def accuracy(pairs: Pairs, weights: NDArray) -> NDArray:
+def accuracy(pairs: LabelPairs, weights: NDArray) -> NDArray:
     """(R,) share of items predicted right."""
     return weights[:, pairs.true == pairs.predicted].sum(-1) / weights.sum(-1)
 
 
-def f1_macro(pairs: Pairs, weights: NDArray) -> NDArray:
+def f1_macro(pairs: LabelPairs, weights: NDArray) -> NDArray:
     """(R,) mean over the classes that occur in the resample, true or predicted, of 2·hits / (true + predicted)."""
     hits, total = pairs.hits(weights), pairs.by_true(weights) + pairs.by_predicted(weights)
     scores = np.divide(2.0 * hits, total, out=np.zeros_like(total), where=total > 0)
     return scores.sum(-1) / (total > 0).sum(-1)
 
 
-def matthews(pairs: Pairs, weights: NDArray) -> NDArray:
+def matthews(pairs: LabelPairs, weights: NDArray) -> NDArray:
     """(R,) Matthews correlation for K classes, 0 where true or predicted is one class throughout.
 
     (n·Σhits − Σ tₖpₖ) / √((n² − Σtₖ²)(n² − Σpₖ²)): Gorodkin, Comput. Biol. Chem. 28 (2004), eq. 8.
@@ -85,7 +85,7 @@ def matthews(pairs: Pairs, weights: NDArray) -> NDArray:
     return np.divide(covariance, scale, out=np.zeros_like(scale), where=scale > 0)
 
 
-def majority(pairs: Pairs, weights: NDArray) -> NDArray:
+def majority(pairs: LabelPairs, weights: NDArray) -> NDArray:
     """(R,) accuracy of always saying these items' commonest class."""
     return weights[:, pairs.true == pairs.commonest].sum(-1) / weights.sum(-1)
 
@@ -98,13 +98,13 @@ def judge_classes(
     confidence: float,
     seed: int,
     figures: dict[str, Figure] | None = None,
-) -> dict[str, Interval]:
+) -> dict[str, BootstrapInterval]:
     """The metrics that are judged by "classes", with intervals; `figures` receives each.
 
     Raises:
         UserError: no item.
     """
-    pairs = Pairs.of(true, predicted)
+    pairs = LabelPairs.of(true, predicted)
     statistics = {name: partial(function, pairs) for name, function in functions("classes").items()}
     return frequency_intervals(
         pairs.kinds,

@@ -15,7 +15,7 @@ from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example, summed
 from ..errors import UserError
 from .answers import generate_answers
-from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
+from .bootstrap import BootstrapInterval, Figure, ratio_interval, ratio_statistic
 from .classes import judge_classes
 from .metrics import functions
 from .perplexity import document_nats
@@ -37,7 +37,7 @@ def evaluate(
     seed: int = 0,
     figures: dict[str, Figure] | None = None,
     said: dict[str, Any] | None = None,
-) -> dict[str, Interval]:
+) -> dict[str, BootstrapInterval]:
     """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
 
     Returns what the task's `judge` names, each as `{value, low, high, n}` with n the number of examples. A figure that
@@ -116,7 +116,7 @@ class Evaluator:
 
     def ratio(
         self, name: str, values: Any, counts: Any, *, transform: Any = None, rows: Sequence[int] | None = None
-    ) -> Interval:
+    ) -> BootstrapInterval:
         """The figure `name`: Σ values / Σ counts, then `transform`; of the examples at `rows`, by default all."""
         share = bool(transform is None and np.all(np.asarray(counts) == 1) and np.isin(values, (0.0, 1.0)).all())
         self.figures[name] = Figure.over([values, counts], ratio_statistic(transform), rows, share=share)
@@ -126,11 +126,11 @@ class Evaluator:
                 self.said[f"{name}.count"] = np.asarray(counts, dtype=np.float64)
         return ratio_interval(values, counts, transform=transform, share=share, **self.draw)
 
-    def mean(self, name: str, values: Any, *, rows: Sequence[int] | None = None) -> Interval:
+    def mean(self, name: str, values: Any, *, rows: Sequence[int] | None = None) -> BootstrapInterval:
         """The figure `name`: the mean of one value an example."""
         return self.ratio(name, values, np.ones(len(values)), rows=rows)
 
-    def classes(self, true: Sequence[int], scores: np.ndarray, *, odds: bool = True) -> dict[str, Interval]:
+    def classes(self, true: Sequence[int], scores: np.ndarray, *, odds: bool = True) -> dict[str, BootstrapInterval]:
         """`accuracy, f1_macro, matthews, majority_floor` of the class with the highest of the scores (N, K).
 
         odds: scores are log-likelihoods up to a constant of each example, so that probabilities can be told.
@@ -151,7 +151,7 @@ class Evaluator:
         *,
         of: str = "text",
         documents: np.ndarray | None = None,
-    ) -> dict[str, Interval]:
+    ) -> dict[str, BootstrapInterval]:
         """The metrics that are judged by "text", or by the "hidden" tokens of one.
 
         documents: of examples that are pieces, as `documents_of`; intervals are over those.
@@ -168,7 +168,7 @@ class Evaluator:
                 found[name] = ratio_interval(*items, transform=transform, **self.draw)
         return found
 
-    def ranked(self, examples: Sequence[Example]) -> dict[str, Interval]:
+    def ranked(self, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """`surprise`, and `accuracy, f1_macro, matthews, majority_floor` of the likeliest choice."""
         gold = [_gold(example, self.label_names) for example in examples]
         scores = self.ranks(examples)
@@ -177,7 +177,9 @@ class Evaluator:
         figures = self.perplexity_metrics(examples, nats, np.array([_supervised(example) for example in examples]))
         return figures | self.classes(gold, scores)
 
-    def answers(self, examples: Sequence[Example], *, num_beams: int = 1, of: str = "answers") -> dict[str, Interval]:
+    def answers(
+        self, examples: Sequence[Example], *, num_beams: int = 1, of: str = "answers"
+    ) -> dict[str, BootstrapInterval]:
         """The metrics that are judged by "answers" (or "seq2seq") of what the model writes, over the examples that have
         one.
 

@@ -60,7 +60,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TokenizedTexts:
     """Texts as a tokenizer cuts them; arrays of N documents."""
 
     tokens: NDArray[np.int64]
@@ -95,7 +95,7 @@ class Cut:
         }
 
 
-def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> Cut:
+def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
     """Cut every text, without special tokens."""
     tokenizer, unknown = vocabulary.tokenizer, vocabulary.tokenizer.unk_token_id
     rows: list[tuple[int, ...]] = []
@@ -119,7 +119,7 @@ def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> Cut:
             )  # fmt: skip
     columns = np.array(rows, dtype=np.int64).T.reshape(8, -1)
     tokens, words_, continued, characters, size, parts, unknown_, single = list(columns)
-    return Cut(tokens, words_, continued, characters, size, parts, unknown_, single, used)
+    return TokenizedTexts(tokens, words_, continued, characters, size, parts, unknown_, single, used)
 
 
 def _continued(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:

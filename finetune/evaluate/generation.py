@@ -66,7 +66,7 @@ class Decoding:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Generation:
     """What the model wrote after one prompt."""
 
     ids: list[int]
@@ -85,7 +85,7 @@ def continue_prompts(
     decoder_start: int | None = None,
     numbers: Sequence[int] | None = None,
     on_token: Callable[[int], None] | None = None,
-) -> Iterator[tuple[int, Answer]]:
+) -> Iterator[tuple[int, Generation]]:
     """Pairs of a prompt's place and its answer, longest prompts first.
 
     What the backbone's own generation_config.json asks for (penalties, forced tokens, temperatures) is left out.
@@ -118,7 +118,7 @@ def continue_prompts(
         for places, said in generate_batches(model, prompts, config, inference, processors=drawing, on_token=on_token):
             for place, tokens in zip(places, said.tolist(), strict=True):
                 stop = next((k for k, token in enumerate(tokens) if token in ends), None)
-                yield place, Answer(tokens[:stop], stop is not None)
+                yield place, Generation(tokens[:stop], stop is not None)
 
 
 def _drawing(decoding: Decoding, places: Sequence[int]) -> list[Any]:

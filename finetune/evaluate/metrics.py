@@ -8,7 +8,7 @@ To add one: a function beside its like, and an entry here. What a function takes
     "agreement"            the same, or (part, whole) of a ratio; judged only where `task.metrics` names it
     "samples"              what a model wrote after one prompt, several texts → float or None (`flatshift generate`)
     "toxicity"             the scores of those texts, [0, 1] each → float
-    "classes"              (flatshift.finetune.evaluate.classes.Pairs, weights (R, U)) → (R,)
+    "classes"              (flatshift.finetune.evaluate.classes.LabelPairs, weights (R, U)) → (R,)
     "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
     "reference"            log p − log p of the backbone of each example's answers, (n, 1 or 2) → (values, counts)
     "sets"                 (flatshift.finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)

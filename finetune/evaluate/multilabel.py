@@ -15,7 +15,7 @@ from functools import cached_property, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from .bootstrap import Figure, Interval, frequency_intervals
+from .bootstrap import BootstrapInterval, Figure, frequency_intervals
 from .metrics import ROW_SHARES, functions
 
 
@@ -60,7 +60,7 @@ def judge_sets(
     confidence: float,
     seed: int,
     figures: dict[str, Figure] | None = None,
-) -> dict[str, Interval]:
+) -> dict[str, BootstrapInterval]:
     """The metrics that are judged by "sets", with intervals, of n rows with C classes; `figures` receives each.
 
     Arguments:

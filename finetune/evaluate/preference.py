@@ -15,7 +15,7 @@ from ..data.eval_batching import ALONE, EvalBatching
 from ..data.example import Example
 from ..data.micro_batch import PreferenceTargets
 from ..models.anatomy import vocabulary_size
-from .bootstrap import Interval
+from .bootstrap import BootstrapInterval
 from .metrics import functions
 from .perplexity import LOGITS
 
@@ -126,7 +126,7 @@ def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> Scores:
     return score_answers(judge.model, examples, inference, task=judge.task, head=head)
 
 
-def judge_answers(judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+def judge_answers(judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
     """`loss`, and of pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; of single answers the
     mean rewards of those that are desirable (chosen) and of the others (rejected). Of a loss with a reference also
     `reference_distance`."""

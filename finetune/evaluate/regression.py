@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .bootstrap import Figure, Interval, interval
+from .bootstrap import BootstrapInterval, Figure, interval
 from .metrics import functions
 
 
@@ -22,7 +22,7 @@ def judge_numbers(
     confidence: float,
     seed: int,
     figures: dict[str, Figure] | None = None,
-) -> dict[str, Interval]:
+) -> dict[str, BootstrapInterval]:
     """The metrics that are judged by "numbers", with intervals; a floor answers `mean`, that of the training rows.
 
     A correlation with numbers that are all alike is not defined, so null. `figures` receives each.

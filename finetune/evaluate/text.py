@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from ..data.eval_batching import EvalBatching
 from ..data.example import IGNORE, Example
 from ..errors import UserError
-from .bootstrap import Figure, Interval, ratio_interval, ratio_statistic
+from .bootstrap import BootstrapInterval, Figure, ratio_interval, ratio_statistic
 from .metrics import functions
 from .perplexity import Ratio, document_nats
 
@@ -54,7 +54,7 @@ class Counts:
     bytes: NDArray[np.int64]
     """Of UTF-8"""
 
-    def figures(self, *, into: dict[str, Figure], **draw: Any) -> dict[str, Interval]:
+    def figures(self, *, into: dict[str, Figure], **draw: Any) -> dict[str, BootstrapInterval]:
         """The metrics that are judged by "document"; `into` receives each as a `Figure`.
 
         draw: as `ratio_interval` takes it.

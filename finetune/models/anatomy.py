@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import UserError
-from .families import BOUNDED, FAMILIES, Stack, pipeline_families, usable_positions
+from .families import BOUNDED, FAMILIES, BlockStack, pipeline_families, usable_positions
 
 
 def backbone_of(model: nn.Module) -> Any:
@@ -121,7 +121,7 @@ class Anatomy:
     """The backbone with its head, without PEFT around it."""
     base: Any
     """The backbone without its head; `causal` itself where the family has no such module."""
-    stacks: tuple[Stack, ...]
+    stacks: tuple[BlockStack, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Anatomy:
@@ -142,7 +142,7 @@ class Anatomy:
         """All blocks in order; the encoder's before the decoder's."""
         return [block for stack in self.stacks for block in self.run(stack)]
 
-    def run(self, stack: Stack) -> nn.ModuleList:
+    def run(self, stack: BlockStack) -> nn.ModuleList:
         """The blocks of one stack."""
         return self.base.get_submodule(stack.blocks)
 

@@ -48,7 +48,7 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
-class Stack:
+class BlockStack:
     """A run of blocks, as a pipeline cuts it; names are relative to the model without its head."""
 
     blocks: str
@@ -65,7 +65,7 @@ class Family:
 
     tensor: TensorPlan
     """How its layers are cut along `mesh.tp`."""
-    stacks: tuple[Stack, ...] = ()
+    stacks: tuple[BlockStack, ...] = ()
     """What `mesh.pp` cuts, the encoder's blocks before the decoder's; empty where it cannot be cut."""
     context: bool = False
     """Whether `mesh.cp` may split its tokens: they meet in causal self-attention only, through transformers' attention
@@ -125,12 +125,12 @@ _T5 = (
 
 def _decoder(about: str, *, context: bool = True) -> Family:
     plan = TensorPlan(about, "layers.*", _LLAMA, ("embed_tokens",), "norm")
-    return Family(plan, (Stack("layers", ("embed_tokens",), ("norm",)),), context)
+    return Family(plan, (BlockStack("layers", ("embed_tokens",), ("norm",)),), context)
 
 
 def _encoder(about: str) -> Family:
     plan = TensorPlan(about, "encoder.layer.*", _BERT, ("word_embeddings",))
-    return Family(plan, (Stack("encoder.layer", ("embeddings",), ("pooler",)),))
+    return Family(plan, (BlockStack("encoder.layer", ("embeddings",), ("pooler",)),))
 
 
 FAMILIES = {
@@ -143,19 +143,19 @@ FAMILIES = {
     "gemma3_text": _decoder("Gemma 3 (text): norms before and after each region; sequence parallel"),
     "gpt2": Family(
         TensorPlan("GPT-2: fused query, key and value, vocabulary", "h.*", _GPT2, ("wte",)),
-        (Stack("h", ("wte", "wpe"), ("ln_f",)),),
+        (BlockStack("h", ("wte", "wpe"), ("ln_f",)),),
         context=True,
     ),
     "gpt_neox": Family(
         TensorPlan("GPT-NeoX and Pythia: query, key and value fused by head", "layers.*", _NEOX, ("embed_in",)),
-        (Stack("layers", ("embed_in",), ("final_layer_norm",)),),
+        (BlockStack("layers", ("embed_in",), ("final_layer_norm",)),),
         context=True,
     ),
     "t5": Family(
         TensorPlan("T5: encoder, decoder and cross attention", "block.*", _T5, ("shared", "embed_tokens")),
         (
-            Stack("encoder.block", ("encoder.embed_tokens",), ("encoder.final_layer_norm",)),
-            Stack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
+            BlockStack("encoder.block", ("encoder.embed_tokens",), ("encoder.final_layer_norm",)),
+            BlockStack("decoder.block", ("decoder.embed_tokens",), ("decoder.final_layer_norm",)),
         ),
     ),
     "bert": _encoder("BERT: encoder blocks and vocabulary; pooler and task head whole"),

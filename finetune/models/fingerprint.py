@@ -17,7 +17,7 @@ from ..assets import beside_weights
 from ..cache_directory import cache_root, remember
 from ..digests import record_digest, sums
 from .quantize import scales
-from .safetensors_index import Entry, read_index
+from .safetensors_index import TensorEntry, read_index
 
 _READ = (
     *("*config.json", "token*", "vocab*", "merges.txt", "added_tokens.json", "special_tokens_map.json"),
@@ -40,7 +40,7 @@ def fingerprint(directory: Path) -> str:
         UserError: as `flatshift.finetune.models.safetensors_index.read_index`.
     """
     index = read_index(directory)
-    by_file: dict[Path, dict[str, Entry]] = {}
+    by_file: dict[Path, dict[str, TensorEntry]] = {}
     for name, entry in index.items():
         by_file.setdefault(entry.file, {})[name] = entry
     found: dict[str, str] = {}
@@ -59,7 +59,7 @@ def text_digests(directory: Path) -> dict[str, str]:
     return sums(directory, read)
 
 
-def _digests(file: Path, entries: Mapping[str, Entry]) -> dict[str, str]:
+def _digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
     """SHA-256 of each tensor of a weight file, from memory, from the cache or from the file."""
     state = _state(file)
     key = (str(file), state)
@@ -90,7 +90,7 @@ def _workers() -> int:
     return min(8, cores)
 
 
-def _tensor_digest(entry: Entry) -> str:
+def _tensor_digest(entry: TensorEntry) -> str:
     digest, left = hashlib.sha256(), entry.bytes
     with entry.file.open("rb") as stream:
         stream.seek(entry.offset)

@@ -20,7 +20,7 @@ from ..compute.numerics import dropout_rates, uses_dropout
 from ..config import Precision
 from ..errors import UserError
 from .backbone import REFUSED, Backbone, auto_class, check_causal, open_backbone, quiet_transformers, refusal
-from .weight_names import Checkpoint
+from .weight_names import CheckpointFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +62,7 @@ def build_skeleton(
             "unquantised one, or one device and no train.quantization"
         )
     check_dropout(model, dropout, where)
-    checkpoint = Checkpoint.of(model, backbone.directory)
+    checkpoint = CheckpointFiles.of(model, backbone.directory)
     if checkpoint.mismatched and not options:
         odd = checkpoint.mismatched[0]
         raise UserError(f"{where}: {odd} has another shape in its weights than config.json says; fetch it again")

@@ -36,7 +36,7 @@ _LONGEST = 100_000_000  # bytes of a header, the format's own limit
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file."""
 
     file: Path
@@ -51,7 +51,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_index(directory: Path) -> dict[str, Entry]:
+def read_index(directory: Path) -> dict[str, TensorEntry]:
     """The tensors of `model.safetensors`, or of the files in `model.safetensors.index.json`, by their name there.
 
     Raises:
@@ -81,7 +81,7 @@ def read_index(directory: Path) -> dict[str, Entry]:
     return {key: headers[file][key] for key, file in places.items()}
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path) -> dict[str, TensorEntry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(_LENGTH), "little")
@@ -98,7 +98,7 @@ def _read_header(file: Path) -> dict[str, Entry]:
             start, stop = value["data_offsets"]
             if not all(isinstance(one, int) and 0 <= one < 2**63 for one in (start, stop, *value["shape"])):
                 raise ValueError(key)
-            entries[key] = Entry(file, _DTYPES[value["dtype"]], tuple(value["shape"]), _LENGTH + length + start)
+            entries[key] = TensorEntry(file, _DTYPES[value["dtype"]], tuple(value["shape"]), _LENGTH + length + start)
             if stop - start != entries[key].bytes:
                 raise ValueError(key)
             end = max(end, stop)

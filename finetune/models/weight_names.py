@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from .safetensors_index import Entry, read_index
+from .safetensors_index import TensorEntry, read_index
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -29,11 +29,11 @@ _BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class CheckpointFiles:
     """A checkpoint directory as seen by one model. Names are the model's before anything is wrapped or cut."""
 
     directory: Path
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     """The files' tensors, by the name that they have there."""
     keys: dict[str, str]
     """Model name → name in the files, for all that can be read as it is; of tied weights every name."""
@@ -50,7 +50,7 @@ class Checkpoint:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, model: PreTrainedModel, directory: Path) -> Checkpoint:
+    def of(cls, model: PreTrainedModel, directory: Path) -> CheckpointFiles:
         """Match the files of `directory` with `model`, plain and whole, on meta.
 
         A tie of weights that the files hold with different values is undone in `model`, as transformers does.
@@ -115,7 +115,7 @@ def _match(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> t
     return {name: key for name, key in keys.items() if name not in converted}, converted
 
 
-def expert_sources(model: PreTrainedModel, checkpoint: Checkpoint, name: str) -> list[list[str]]:
+def expert_sources(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
     """The files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection that lies in
     it, from above, the keys of its experts in order. Empty where it is made in any other way."""
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -171,7 +171,7 @@ def read_weight(model: PreTrainedModel) -> Callable[[str], Tensor]:
     return read
 
 
-def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict[str, Entry]) -> None:
+def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict[str, TensorEntry]) -> None:
     for target, source in list(model.all_tied_weights_keys.items()):
         if target not in keys or source not in keys or keys[target] == keys[source]:
             continue
@@ -184,7 +184,7 @@ def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict
             del model.all_tied_weights_keys[target]
 
 
-def _equal(one: str, other: str, entries: dict[str, Entry]) -> bool:
+def _equal(one: str, other: str, entries: dict[str, TensorEntry]) -> bool:
     """Whether two tensors of the files have the same values, compared some rows at a time."""
     from safetensors import safe_open
 

@@ -86,12 +86,12 @@ class ContextParallel:
         for what is taken inside of `reading`."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
-        from .pipeline.stage import Parts
+        from .pipeline.stage import StageModules
 
         name = f"flatshift_context_{next(_serial)}"
         AttentionInterface.register(name, self._attend)
         AttentionMaskInterface.register(name, self._mask)
-        for part in model.children() if isinstance(model, Parts) else [model]:
+        for part in model.children() if isinstance(model, StageModules) else [model]:
             base: Any = getattr(part, "get_base_model", lambda part=part: part)()
             base.config._attn_implementation = name
 

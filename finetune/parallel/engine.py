@@ -32,7 +32,7 @@ from ..adapters.adapter import (
 )
 from ..compute.attention import without_starts
 from ..compute.capabilities import copied
-from ..compute.dropout import KeyedDropout, Pass
+from ..compute.dropout import DropoutPass, KeyedDropout
 from ..compute.loss import Head, batch_loss, find_head, head_probe, with_reference
 from ..data.eval_batching import DataShard
 from ..errors import UserError
@@ -94,7 +94,7 @@ class Engine:
         self.loss_scale = 1.0
         """By how much the gradients of `forward_backward` are larger than true
         (`flatshift.finetune.train.loss_scale`)."""
-        self.draws: Callable[..., Pass] | None = None
+        self.draws: Callable[..., DropoutPass] | None = None
         """`KeyedDropout.during` at the update under way; None where nothing is dropped."""
         self.beat: Callable[[], None] = lambda: None
         """Called after every micro-batch: a sign of life for whoever watches the job."""

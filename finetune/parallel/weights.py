@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UserError, is_out_of_memory
 from ..models.backbone import REFUSED, quiet_transformers
-from ..models.weight_names import Checkpoint, canonical
+from ..models.weight_names import CheckpointFiles, canonical
 from .layout import Runs, TensorParallelLayout, held, local, put
 from .mesh import ProcessMesh
 
@@ -70,7 +70,7 @@ def materialize(model: nn.Module, device: torch.device | str, *, offload: bool =
 @torch.no_grad()
 def load_weights(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointFiles,
     *,
     layout: TensorParallelLayout,
     world: ProcessMesh,
@@ -102,7 +102,7 @@ def load_weights(
     return Loaded(watch.done, watch.finish(), tuple(unread))
 
 
-def _wanted(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[tuple[str, Tensor]], list[str]]:
+def _wanted(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[list[tuple[str, Tensor]], list[str]]:
     """The tensors to fill by canonical name (a name may come twice: a head and PEFT's copy of it), and the rest."""
     new = {*checkpoint.missing, *checkpoint.mismatched} - set(checkpoint.keys)
     wanted: list[tuple[str, Tensor]] = []
@@ -119,7 +119,11 @@ def _wanted(model: nn.Module, checkpoint: Checkpoint) -> tuple[list[tuple[str, T
 
 
 def _read_file(
-    file: Path, tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: TensorParallelLayout, watch: _Watch
+    file: Path,
+    tensors: list[tuple[str, Tensor]],
+    checkpoint: CheckpointFiles,
+    layout: TensorParallelLayout,
+    watch: _Watch,
 ) -> None:
     from safetensors import SafetensorError, safe_open
 
@@ -162,7 +166,7 @@ def _pieces(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...]
 
 
 def _scatter_converted(
-    tensors: list[tuple[str, Tensor]], checkpoint: Checkpoint, layout: TensorParallelLayout, world: ProcessMesh
+    tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
 ) -> None:
     """Rank 0 loads the model as transformers does; its converted tensors go round one by one."""
     state: dict[str, Tensor] = {}

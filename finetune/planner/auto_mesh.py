@@ -23,7 +23,7 @@ from .cluster import Cluster
 from .devices import Devices, at_hand
 from .footprint import Sizes
 from .layouts import AXES, Layout, allowed, best_of, mesh_name, options, priced
-from .rules import Settings, check_settings
+from .rules import RuleSettings, check_settings
 
 if TYPE_CHECKING:
     from ..tasks import Task
@@ -66,7 +66,7 @@ def resolve(
     # the cores of one machine share its memory, so there only a limit on each process calls for shards
     growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
-    settings = Settings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
+    settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
     totals = _totals(mesh, devices, processes)
     possible = [o for n in totals for o in options(mesh, n, free) if allowed(o, mesh, settings, sizes, node)]
     if not possible:

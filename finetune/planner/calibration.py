@@ -26,7 +26,7 @@ from ..cache_directory import cache_root, remember
 from ..child_process import without_namesakes
 from ..figures import gib
 from ..processor import processor
-from .throughput import CORE, DEVICES, PUBLISHED, Constants, Device, Work, seconds
+from .throughput import CORE, DEVICES, PUBLISHED, Constants, Device, StepLayout, seconds
 
 _TURNS = 3
 
@@ -127,9 +127,9 @@ def _constants(device: Device, probe: _Probe, rate: float, block: float, link: f
     )
 
 
-def _work(probe: _Probe) -> Work:
+def _work(probe: _Probe) -> StepLayout:
     h = probe.hidden
-    return Work(
+    return StepLayout(
         layers=1,
         hidden=h,
         heads=h // 64,

@@ -21,8 +21,8 @@ from ..figures import duration, gib
 from ..models.families import FAMILIES, pipeline_families
 from .cluster import Cluster
 from .footprint import Footprint, Sizes, footprint
-from .rules import Settings, broken_rule, check_settings
-from .throughput import Seconds, Work, kernels, seconds
+from .rules import RuleSettings, broken_rule, check_settings
+from .throughput import Seconds, StepLayout, kernels, seconds
 
 AXES = ("pp", "replicate", "dp", "cp", "tp")
 
@@ -164,7 +164,7 @@ def mesh_name(mesh: Mesh) -> str:
 
 
 def layouts(
-    sizes: Sizes, cluster: Cluster, settings: Settings, *, recompute: tuple[str, ...] = _RECOMPUTE
+    sizes: Sizes, cluster: Cluster, settings: RuleSettings, *, recompute: tuple[str, ...] = _RECOMPUTE
 ) -> list[Layout]:
     """Every layout of all the cluster's devices that rules and sizes allow, those that fit first, fastest first; of
     one mesh only its best.
@@ -239,7 +239,7 @@ def _variants(mesh: Mesh, sizes: Sizes) -> Iterator[tuple[Mesh, int]]:
     yield from itertools.product(meshes, shared)
 
 
-def check_counted(sizes: Sizes, settings: Settings) -> None:
+def check_counted(sizes: Sizes, settings: RuleSettings) -> None:
     """Raise UserError for what the formulas leave out: nothing fits on a guess."""
     adapter, longest = settings.adapter, settings.train.max_length
     if uncounted := [name for name in _UNCOUNTED if getattr(adapter, name) is not None]:
@@ -253,7 +253,7 @@ def check_counted(sizes: Sizes, settings: Settings) -> None:
         )
 
 
-def update_seconds(sizes: Sizes, cluster: Cluster, settings: Settings) -> float | None:
+def update_seconds(sizes: Sizes, cluster: Cluster, settings: RuleSettings) -> float | None:
     """Of an update of these settings on `cluster`; None for what the formulas do not count, and float32 products."""
     if settings.train.precision not in ("bf16", "fp16"):
         return None
@@ -265,7 +265,7 @@ def update_seconds(sizes: Sizes, cluster: Cluster, settings: Settings) -> float 
     return priced(dataclasses.replace(settings, train=read), sizes, cluster).time.total
 
 
-def priced(settings: Settings, sizes: Sizes, cluster: Cluster, *, expert_parallel: int = 1) -> Layout:
+def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_parallel: int = 1) -> Layout:
     """One layout of all the cluster's devices, with its bytes and seconds; `settings.train` with the rows that the
     model reads (`Task.as_read`), `sizes` under the task."""
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
@@ -294,7 +294,7 @@ def priced(settings: Settings, sizes: Sizes, cluster: Cluster, *, expert_paralle
     reduced = adapters * ((held - 1) / held + 2 * (copies - 1) / copies / held)
     sequence = train.max_length // mesh.cp
     sent = 4 * of_piece * sequence * sizes.hidden * sizes.routed * width
-    work = Work(
+    work = StepLayout(
         layers=blocks,
         hidden=sizes.hidden,
         heads=sizes.heads,
@@ -350,7 +350,7 @@ def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
             yield dataclasses.replace(mesh, **axes)
 
 
-def allowed(option: Mesh, given: Mesh, settings: Settings, sizes: Sizes, node: int) -> bool:
+def allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: Sizes, node: int) -> bool:
     """Whether settings and backbone allow a mesh; of axes that are set, only the settings are asked."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False

@@ -88,7 +88,7 @@ def device_named(name: str, memory: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepLayout:
     """One way to spread a step over devices."""
 
     layers: int
@@ -154,7 +154,7 @@ class Seconds:
         return sum(vars(self).values())
 
 
-def seconds(work: Work, device: Device, *, network: float, constants: Constants = PUBLISHED) -> Seconds:
+def seconds(work: StepLayout, device: Device, *, network: float, constants: Constants = PUBLISHED) -> Seconds:
     """Of one update. network: bytes/s between nodes of one device."""
     at = constants
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp

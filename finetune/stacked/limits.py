@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Adapter, Mesh, Train
 from ..errors import UserError
-from ..planner.rules import Settings
+from ..planner.rules import RuleSettings
 from .passes import SHARED_TOKENS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Reason:
 
     says: str
     """The setting, and why; `{it}` is what `holds` found."""
-    holds: Callable[[Settings], Any]
+    holds: Callable[[RuleSettings], Any]
 
 
 def _adapter_has(name: str, why: str) -> Reason:
@@ -109,7 +109,7 @@ REASONS: tuple[Reason, ...] = (
 
 def refusal(task: Task, adapter: Adapter, train: Train, regularizer: RegularizerConfig) -> str | None:
     """Why a cell with these settings runs alone; None where it may share the backbone with others."""
-    settings = Settings(Mesh(), train, adapter, task, regularizer=regularizer)
+    settings = RuleSettings(Mesh(), train, adapter, task, regularizer=regularizer)
     for reason in REASONS:
         if found := reason.holds(settings):
             return reason.says.format(it=found)

@@ -17,13 +17,13 @@ from .classify import Classify as Classify
 from .completion import Completion as Completion
 from .language_model import LanguageModel as LanguageModel
 from .masked_lm import MaskedLM as MaskedLM
-from .objective import Objective as Objective
+from .objective import BaseTask as BaseTask
 from .preference import Preference as Preference
 from .regress import Regress as Regress
 from .seq2seq import Seq2Seq as Seq2Seq
 
 Task = LanguageModel | Completion | Chat | Preference | MaskedLM | Classify | Regress | Seq2Seq
-KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(Task)}
+KINDS: dict[str, type[BaseTask]] = {kind.kind: kind for kind in get_args(Task)}
 """Every kind by its tag."""
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .objective import Objective, Usage
+from .objective import BaseTask, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from ..data.chat.encode import ChatEncoder
     from ..data.example import Example, Question
     from ..data.rows import Row
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat(Objective):
+class Chat(BaseTask):
     """Causal language modelling of conversations: what the assistant says is supervised, with the end of each turn."""
 
     kind: Literal["chat"] = "chat"
@@ -136,7 +136,7 @@ class Chat(Objective):
     def answers_in_text(self) -> bool:
         return True
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """As a language model's; with `score: generate` also `exact_match` of each row's last answer."""
         figures = super().judge(judge, examples)
         return figures | judge.answers(examples) if self.score == "generate" else figures

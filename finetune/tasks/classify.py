@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.encoding import Encoder
+    from ..data.encoding import RowEncoder
     from ..data.example import Example
     from ..data.labels import Units
     from ..data.rows import Row
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
@@ -105,7 +105,7 @@ class Classify(ByExample):
         assert label_names is not None
         return noisy_rows(rows, rate=rate, label_names=label_names, seed=seed)
 
-    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], tuple[str, ...]]:
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...]]:
         """The tokenizer's own template around one text or a pair. Too long: the longer text loses its right end
         first."""
         from ..data.labels import class_indices, several_hot
@@ -191,7 +191,7 @@ class Classify(ByExample):
         own = ("unexplained",) if self.squares else ()
         return ("loss", *own, *names_of("sets" if self.multi else "classes"))
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """`loss` (nats per example), `unexplained` (of a squared loss: its share of the labels' variance), `accuracy,
         f1_macro, matthews, majority_floor`; with `multi` as `flatshift.finetune.evaluate.multilabel.judge_sets`."""
         import numpy as np

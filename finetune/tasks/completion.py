@@ -11,11 +11,11 @@ from ..errors import UserError
 from .objective import Templated
 
 if TYPE_CHECKING:
-    from ..data.encoding import Encoder, Made
+    from ..data.encoding import Made, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
     from ..data.template import Template
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
@@ -70,7 +70,7 @@ class Completion(Templated):
     def has_classes(self) -> bool:
         return self.score == "rank"
 
-    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], tuple[str, ...] | None]:
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]:
         """`prefix prompt completion eos`; the completion and its eos are supervised.
 
         Prompt and completion are tokenised apart and joined, so no token spans the boundary and generation continues
@@ -92,7 +92,9 @@ class Completion(Templated):
         if "label" in prompt.columns:
             raise UserError(f"task.score: rank needs a prompt that does not give {{label}} away; it is {self.prompt!r}")
 
-    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _Choices, to: Encoder) -> list[Made]:
+    def _made(
+        self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _Choices, to: RowEncoder
+    ) -> list[Made]:
         """filled: prompt and answer of each row."""
         from ..data.encoding import Truncation
         from ..data.example import IGNORE, Example
@@ -150,7 +152,7 @@ class Completion(Templated):
         """The likeliest class, as `Classify.predict`, its probability among the completions (score: rank)."""
         return judge.chosen(judge.ranks(examples))
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """As a language model's; with `score: rank` also `accuracy, f1_macro, matthews, majority_floor`, with
         `score: generate` also `exact_match`."""
         if self.score == "rank":
@@ -162,7 +164,7 @@ class Completion(Templated):
 class _Choices:
     """The completions of all classes, in head order."""
 
-    def __init__(self, template: Template, names: tuple[str, ...] | None, to: Encoder) -> None:
+    def __init__(self, template: Template, names: tuple[str, ...] | None, to: RowEncoder) -> None:
         """names: the classes; None: there is nothing to choose."""
         self.template, self.names, self.to = template, names, to
         self._known: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .objective import Objective
+from .objective import BaseTask
 
 if TYPE_CHECKING:
-    from ..data.encoding import Encoder, Made
+    from ..data.encoding import Made, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageModel(Objective):
+class LanguageModel(BaseTask):
     """Plain causal language modelling: every token of `text` is supervised."""
 
     kind: Literal["language-model"] = "language-model"
@@ -32,7 +32,7 @@ class LanguageModel(Objective):
     splits: ClassVar[bool] = True
     soft_tokens: ClassVar[bool] = True
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """As any text's, with intervals over documents where those were read in pieces."""
         from ..data.example import documents_of
 
@@ -47,14 +47,14 @@ class LanguageModel(Objective):
             nats, tokens = (summed(values, documents) for values in (nats, tokens))
         return judge.surprises(nats, tokens)
 
-    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
         """`prefix text eos`; every token after the first is supervised. Too long: the text loses its end, or is read in
         pieces (`train.overlong: split`), each behind the prefix and the last token of the one before, so that every
         token of the document is supervised once."""
         return to.samples(rows, (), lambda chunk, _: _documents(chunk, to)), None
 
 
-def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
+def _documents(rows: Sequence[Row], to: RowEncoder) -> list[Made]:
     from ..data.encoding import Truncation
     from ..data.example import IGNORE, Example
 
@@ -81,7 +81,7 @@ def _documents(rows: Sequence[Row], to: Encoder) -> list[Made]:
     return made
 
 
-def _pieces(row: Row, text: str, content: list[int], batch: Any, i: int, to: Encoder) -> Iterator[Example]:
+def _pieces(row: Row, text: str, content: list[int], batch: Any, i: int, to: RowEncoder) -> Iterator[Example]:
     """Consecutive pieces of a document that is longer than a row; content: its tokens with those that end it."""
     from ..data.example import IGNORE, Example, piece
 

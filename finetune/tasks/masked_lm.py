@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
-from .objective import Objective, Usage
+from .objective import BaseTask, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.encoding import Encoder, Made
+    from ..data.encoding import Made, RowEncoder
     from ..data.example import Example
     from ..data.masking import Masking
     from ..data.rows import Row
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskedLM(Objective):
+class MaskedLM(BaseTask):
     """Masked language modelling of an encoder (BERT): some tokens of `text` are hidden and supervised."""
 
     kind: Literal["masked-lm"] = "masked-lm"
@@ -60,7 +60,7 @@ class MaskedLM(Objective):
 
         return Masking.of(self, tokenizer)
 
-    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
         """The tokenizer's own template around the text, some of whose tokens are hidden and supervised
         (`flatshift.finetune.data.masking`). Too long: the text loses its end, or is read in pieces (`train.overlong:
         split`)."""
@@ -82,7 +82,7 @@ class MaskedLM(Objective):
 
         return names_of("hidden")
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
         from ..data.example import documents_of
 
@@ -98,7 +98,7 @@ class MaskedLM(Objective):
         )
 
 
-def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
+def _masked(rows: Sequence[Row], to: RowEncoder, masking: Masking) -> list[Made]:
     from ..data.encoding import Truncation, shortened
     from ..data.example import piece
     from ..data.masking import SPECIAL
@@ -129,7 +129,7 @@ def _masked(rows: Sequence[Row], to: Encoder, masking: Masking) -> list[Made]:
 
 
 def _hidden(
-    ids: Sequence[int], words: Sequence[int], name: str, where: str, to: Encoder, masking: Masking
+    ids: Sequence[int], words: Sequence[int], name: str, where: str, to: RowEncoder, masking: Masking
 ) -> Example | None:
     """The tokenizer's template around the tokens of some words; None where none of them could be hidden."""
     import numpy as np

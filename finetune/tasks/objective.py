@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..config import Train
-    from ..data.encoding import Encoder
+    from ..data.encoding import RowEncoder
     from ..data.example import Example, Question
     from ..data.labels import OutputLayer, Units
     from ..data.masking import Masking
     from ..data.micro_batch import PreferenceTargets
     from ..data.rows import Row
     from ..data.template import Template
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
@@ -48,7 +48,7 @@ class Usage:
     """What the model reads beside `input_ids`: its name, and the expression for it."""
 
 
-class Objective:
+class BaseTask:
     """A task: what its rows hold, how they are encoded, what is lost on them, and how a model of them is judged.
 
     A kind is a frozen dataclass of its settings, tagged by `kind`, that overrides what is particular to it. Methods
@@ -269,11 +269,11 @@ class Objective:
 
         how: as `flatshift.finetune.data.encoding.encode`.
         """
-        from ..data.encoding import Encoder
+        from ..data.encoding import RowEncoder
 
-        return Encoder(self, tokenizer, max_length, **how)
+        return RowEncoder(self, tokenizer, max_length, **how)
 
-    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], tuple[str, ...] | None]:
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]:
         """The examples of `rows`, and the classes in head order where it has them.
 
         Bad rows and those that are cut are told to `to.rest`.
@@ -377,7 +377,7 @@ class Objective:
 
     # --------------------------------------------------------------------------------------------------------- judging
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """Figures of a model on encoded examples, each `{value, low, high, n}`; see
         `flatshift.finetune.evaluate.evaluator.evaluate`.
 
@@ -476,7 +476,7 @@ class Objective:
         )
 
 
-class Templated(Objective):
+class Templated(BaseTask):
     """A task of two templates over the row's columns: a prompt, and the answer that is supervised."""
 
     def templates(self) -> tuple[Template, Template]:
@@ -542,7 +542,7 @@ class Templated(Objective):
         return (self.prefix or "") + "".join(shown)
 
 
-class ByExample(Objective):
+class ByExample(BaseTask):
     """A task with a new head over `text` (or the pair `text`, `text2`), which answers for the whole row."""
 
     is_sequence_level: ClassVar[bool] = True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..data.preference import PreferenceEncoder
     from ..data.rows import Row
     from ..data.template import Template
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 _BETA = {"dpo": 0.1, "ipo": 0.1, "kto": 0.1, "simpo": 2.0}
@@ -289,7 +289,7 @@ class Preference(Templated):
 
     # --------------------------------------------------------------------------------------------------------- judging
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """`loss` per pair or answer, and as `flatshift.finetune.evaluate.preference.judge_answers`."""
         from ..evaluate.preference import judge_answers
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.encoding import Encoder
+    from ..data.encoding import RowEncoder
     from ..data.example import Example
     from ..data.labels import OutputLayer, Units
     from ..data.rows import Row
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
@@ -87,7 +87,7 @@ class Regress(ByExample):
 
         return foreign_answers(rows, columns=("label",), rate=rate, seed=seed)
 
-    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
         """As `Classify.encode`, with the row's number as its label."""
         from ..data.labels import Units
 
@@ -137,7 +137,7 @@ class Regress(ByExample):
 
         return ("loss", *names_of("numbers"))
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """`loss` (squared error per example as training sees it), and as
         `flatshift.finetune.evaluate.regression.judge_numbers`. The model must answer in the targets' own units
         (`flatshift.finetune.data.labels.fold_units`)."""

@@ -13,11 +13,11 @@ from .objective import Templated, Usage
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ..data.encoding import Encoder, Made
+    from ..data.encoding import Made, RowEncoder
     from ..data.example import Example
     from ..data.rows import Row
     from ..data.template import Template
-    from ..evaluate.bootstrap import Interval
+    from ..evaluate.bootstrap import BootstrapInterval
     from ..evaluate.evaluator import Evaluator
 
 
@@ -82,7 +82,7 @@ class Seq2Seq(Templated):
 
         return Template(self.prompt, "task.prompt"), Template(self.target, "task.target")
 
-    def encode(self, rows: Iterable[Row], to: Encoder) -> tuple[list[Example], None]:
+    def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
         """The encoder reads the prompt and the decoder writes the target, both in the tokenizer's own template; the
         target is closed by eos and supervised throughout. The decoder reads the target behind its start token, one
         place later. Too long: each loses its right end."""
@@ -90,7 +90,7 @@ class Seq2Seq(Templated):
             raise UserError("train.truncation: left would cut task.prefix off; leave one of them out")
         return to.samples(rows, self.templates(), lambda chunk, texts: self._made(chunk, texts, to)), None
 
-    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: Encoder) -> list[Made]:
+    def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: RowEncoder) -> list[Made]:
         """filled: prompt and target of each row."""
         from ..data.encoding import Truncation
         from ..data.example import Example
@@ -131,7 +131,7 @@ class Seq2Seq(Templated):
     def answers_in_text(self) -> bool:
         return True
 
-    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, Interval]:
+    def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
         """As a language model's; with `score: generate` also `exact_match` and `chrf`."""
         figures = super().judge(judge, examples)
         if self.score == "generate":

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Progress:
+class TrainingState:
     """What a checkpoint says besides tensors."""
 
     step: int = 0
@@ -74,7 +74,7 @@ class Checkpointer:
         self.engine, self.optimizer, self.regularizer = engine, optimizer, stage.regularizer
         self.run, self.stage, self.train = stage.run, stage.name, stage.train
         self.settings, self.seed = stage.optimizer, stage.seed
-        self.progress = Progress()
+        self.progress = TrainingState()
         self.saved_step = -1
         """Update of the newest checkpoint; −1 without one."""
         self.attempt = 1
@@ -104,7 +104,7 @@ class Checkpointer:
         place, before = self._place(), found.meta["place"]
         if place != before:
             self.run.log(f"warning: {before} before, {place} now: the same curve to rounding, not the same bits")
-        self.progress = Progress(step=found.step, **found.meta["progress"])
+        self.progress = TrainingState(step=found.step, **found.meta["progress"])
         if best := unpack(found.tensors, "best"):
             self.progress.best = clone(parameters)
             self.engine.load_full_tensors(best, self.progress.best, where=where)

@@ -44,7 +44,7 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNOREC
 
 
 @dataclass(frozen=True)
-class Measured:
+class MemoryAtFailure:
     """Bytes when it broke."""
 
     place: str
@@ -67,7 +67,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One thing to set otherwise."""
 
     setting: str
@@ -81,21 +81,21 @@ class Change:
         return f"{self.setting} ({self.cost}; saves {gib(self.saves)} by the plan)"
 
 
-def measure(device: torch.device) -> Measured:
+def measure(device: torch.device) -> MemoryAtFailure:
     """What is held now; call it before the failed pass is let go."""
     if device.type != "cuda":
         return _measured_host()
     held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
-    return Measured(str(device), held, reserved, total, max(0, total - free - reserved))
+    return MemoryAtFailure(str(device), held, reserved, total, max(0, total - free - reserved))
 
 
-def _measured_host() -> Measured:
+def _measured_host() -> MemoryAtFailure:
     held, total = process_bytes("VmRSS") or 0, None
     with contextlib.suppress(OSError, ValueError, IndexError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")
         total = next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemTotal:"))
-    return Measured("this machine", held, None, total)
+    return MemoryAtFailure("this machine", held, None, total)
 
 
 def asked_for(error: BaseException) -> int | None:
@@ -108,7 +108,7 @@ def asked_for(error: BaseException) -> int | None:
     return round(float(number) * 1024**power)
 
 
-def planned(engine: Engine, *, train: Train, optimizer: Optimizer, measured: Measured) -> MemoryPlan:
+def planned(engine: Engine, *, train: Train, optimizer: Optimizer, measured: MemoryAtFailure) -> MemoryPlan:
     """The plan of this rank. On a mesh activations were not planned: they are what was held beyond all else."""
     if engine.world.size == 1:
         try:
@@ -123,7 +123,7 @@ def planned(engine: Engine, *, train: Train, optimizer: Optimizer, measured: Mea
     return MemoryPlan(frozen, adapter, adapter, moments, max(0, measured.held - rest))
 
 
-def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[Change]:
+def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[SettingChange]:
     """What could be set otherwise, the cheapest first; only what this run allows and what saves something."""
     world = engine.world
     found = []
@@ -131,21 +131,23 @@ def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimi
     parts = next((n for n in range(2, rows + 1) if rows % n == 0), None)
     if parts is not None and world.width("pp") == 1:
         setting = f"train.batch_size {train.batch_size // parts} with train.accumulate {train.accumulate * parts}"
-        found.append(Change(setting, "the same updates", plan.activations - plan.activations // parts))
+        found.append(SettingChange(setting, "the same updates", plan.activations - plan.activations // parts))
     kept = _kept_of_whole_blocks(engine.model, plan, rows=rows, train=train)
     if train.checkpointing != "full" and not train.compile and kept is not None:
         saves = max(0, plan.activations - kept)
-        found.append(Change("train.checkpointing: full", "the same updates, about a third slower", saves))
+        found.append(SettingChange("train.checkpointing: full", "the same updates, about a third slower", saves))
     if train.quantization is None and not train.compile and world.width("tp", "pp") == 1 and _plain_start(engine):
         saves = _four_bits(engine.model)
-        found.append(Change("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
+        found.append(SettingChange("train.quantization: nf4", "another backbone, to rounding; extra `quant`", saves))
     if optimizer.kind == "adamw" and world.size == 1:
         small = state_bytes([p.numel() for p in engine.parameters.values()], "adamw-8bit")
-        found.append(Change("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", plan.optimizer - small))
+        found.append(
+            SettingChange("optimizer.kind: adamw-8bit", "moments in 8 bits; extra `quant`", plan.optimizer - small)
+        )
     shorter = train.max_length // 2
     if shorter >= 2:
         saves = plan.activations // 2
-        found.append(Change(f"train.max_length {shorter}", "longer samples are cut", saves))
+        found.append(SettingChange(f"train.max_length {shorter}", "longer samples are cut", saves))
     return [change for change in found if change.saves > _WORTH * plan.total]
 
 
@@ -232,9 +234,9 @@ def message(
     stage: str,
     where: str,
     error: BaseException,
-    measured: Measured,
+    measured: MemoryAtFailure,
     plan: MemoryPlan,
-    options: list[Change],
+    options: list[SettingChange],
 ) -> str:
     """What happened, what was planned, and what to change."""
     who = f"rank {engine.world.rank} " if engine.world.size > 1 else ""

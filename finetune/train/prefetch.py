@@ -30,8 +30,8 @@ _LABELS, _STARTS, _CHOSEN = "labels", "sample starts", "chosen"
 """Names beside those of the inputs while they travel."""
 
 
-class Source(Protocol):
-    """What is asked for batches (`flatshift.finetune.data.batches.Batches`)."""
+class BatchSource(Protocol):
+    """What is asked for batches (`flatshift.finetune.data.batches.TrainingDataLoader`)."""
 
     @property
     def packed(self) -> bool: ...
@@ -129,7 +129,7 @@ class Prefetch:
     All work of `source` is done by one thread, in order. An error in it is raised where its step is asked for.
     """
 
-    def __init__(self, source: Source, lane: Lane, *, apart: bool = False) -> None:
+    def __init__(self, source: BatchSource, lane: Lane, *, apart: bool = False) -> None:
         """apart: the model is told where the samples of packed rows begin (`flatshift.finetune.compute.attention`)."""
         self.packed = source.packed
         self._source, self._lane, self._apart = source, lane, apart

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from flatshift.regularizers.protocol import Regularizer
 
-    from ..data.batches import Batches
+    from ..data.batches import TrainingDataLoader
     from ..data.example import Example
     from ..data.micro_batch import MicroBatch
     from ..tasks import Task
@@ -68,7 +68,7 @@ class TrainingStage:
     name: str
     """warm-up, fine-tune, …; names its folder in the run directory."""
     task: Task
-    batches: Batches
+    batches: TrainingDataLoader
     """`at(step)` gives the micro-batches of an update."""
     dev: Sequence[Example]
     optimizer: Optimizer
@@ -157,7 +157,7 @@ def judged_apart(train: Train, task: Task) -> str | None:
     return None if train.best in quick else train.best
 
 
-def check_length(engine: Engine, batches: Batches) -> None:
+def check_length(engine: Engine, batches: TrainingDataLoader) -> None:
     """Raise UserError for rows longer than the backbone's positions, or than what lies before them leaves of those."""
     limit = engine.position_limit()
     longest = -(-batches.max_length // engine.multiple) * engine.multiple

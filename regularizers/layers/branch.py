@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.forward import ForwardSwap
-from flatshift.regularizers.layers.fused import FusedNoise, Parts, fusible
+from flatshift.regularizers.layers.fused import FusedNoise, LoraParts, fusible
 from flatshift.regularizers.layers.sites import LoraSite
 
 
@@ -44,7 +44,7 @@ class NoiseBranch:
         """Gives c (samples, k) for a layer's input, where every sample has a noise of its own."""
         self._leaf = self.probe
         """U_P, or nothing of it in a step without probes."""
-        self._fused: Parts | None = None
+        self._fused: LoraParts | None = None
         """The layer's parts for the fused form, looked up once a step; None where it does not apply."""
         self._swap = ForwardSwap(site)
 

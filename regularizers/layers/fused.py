@@ -172,7 +172,7 @@ class FusedNoise(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Parts:
+class LoraParts:
     """What of a LoRA layer the fused form computes with."""
 
     base: Any
@@ -216,7 +216,7 @@ def _hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or before or module._backward_hooks) or "forward" in vars(module)
 
 
-def fusible(layer: Any) -> Parts | None:
+def fusible(layer: Any) -> LoraParts | None:
     """The parts of a LoRA layer that the fused form serves: one active adapter of no other rule than W0 + sBA, a plain
     float weight, factors without bias, nothing hooked between; None for all others."""
     active = active_adapters(layer)
@@ -232,13 +232,13 @@ def fusible(layer: Any) -> Parts | None:
     if any(map(_hooked, (base, a, b, dropout))):
         return None
     drops = getattr(dropout, "p", 0.0) > 0
-    return Parts(base, shape[2], a, b, dropout, drops, layer.scaling[active[0]], active[0])
+    return LoraParts(base, shape[2], a, b, dropout, drops, layer.scaling[active[0]], active[0])
 
 
 class _FusedLayer:
     """Stands in for the forward of one layer of PEFT."""
 
-    def __init__(self, layer: Any, parts: Parts) -> None:
+    def __init__(self, layer: Any, parts: LoraParts) -> None:
         self.layer, self.parts = layer, parts
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -29,7 +29,7 @@ def compute_device(parameter: Tensor) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterShard:
     """What this process holds of a parameter."""
 
     tensor: Tensor
@@ -41,7 +41,7 @@ class Part:
     """The process group whose ranks hold the other parts; None if the parameter is whole here."""
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Part:
+    def of(cls, parameter: Tensor) -> ParameterShard:
         """Without communication."""
         parameter = parameter.detach()
         if not is_sharded(parameter):
@@ -78,7 +78,7 @@ def gathered(parameters: Sequence[Tensor]) -> list[Tensor]:
     import torch.distributed as dist
 
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has renamed it
-    parts = [Part.of(parameter) for parameter in parameters]
+    parts = [ParameterShard.of(parameter) for parameter in parameters]
     whole = [part.tensor for part in parts]
     batches: dict[tuple[Any, torch.dtype], list[int]] = {}
     for index, part in enumerate(parts):

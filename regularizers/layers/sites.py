@@ -20,8 +20,8 @@ from flatshift.regularizers.layers.frozen import (
     value_shape,
     values,
 )
-from flatshift.regularizers.layers.sharded import Part, compute_device, gathered, is_sharded
-from flatshift.regularizers.mesh import ALONE, Cut, Placement
+from flatshift.regularizers.layers.sharded import ParameterShard, compute_device, gathered, is_sharded
+from flatshift.regularizers.mesh import ALONE, Placement, ShardSlice
 
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _STAGE = re.compile(r"^part\d+\.")
@@ -60,8 +60,8 @@ class LoraSite:
     """Conv1D of GPT-2 keeps its weight as (n, m)."""
     rows: int
     columns: int
-    row_cut: Cut | None = None
-    column_cut: Cut | None = None
+    row_cut: ShardSlice | None = None
+    column_cut: ShardSlice | None = None
     _base_norms: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
     """|w0_i|² over what is held of W0, by what that is: computed once, or twice if an evaluation left W0 gathered."""
 
@@ -168,7 +168,7 @@ class LoraSite:
         return torch.cat(above), torch.cat(beside, 1)
 
     def _held(self) -> _Held:
-        part, whole = Part.of(self.base.weight), slice(None)
+        part, whole = ParameterShard.of(self.base.weight), slice(None)
         if part.group is None:
             return _Held(whole, whole, lambda: self._oriented(values(self.base)))
         if self.quantised:  # parts of packed bytes are no matrices: each rank unpacks some rows of the whole

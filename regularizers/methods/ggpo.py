@@ -30,7 +30,7 @@ from flatshift.regularizers.methods import checks
 from flatshift.regularizers.methods.checks import mark_hooked, release
 from flatshift.regularizers.methods.guidance import scheduled_sigma
 from flatshift.regularizers.methods.noise_scales import FIGURES, NoiseScales
-from flatshift.regularizers.methods.samples import Batches
+from flatshift.regularizers.methods.samples import SampleCounts
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class GGPORegularizer(Regularizer):
         """Layers whose row norms the last step took exactly."""
         self._inside = False
         self._model: nn.Module | None = None
-        self._batches = Batches()
+        self._batches = SampleCounts()
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
         checks.refuse_second_attach(self._attached)

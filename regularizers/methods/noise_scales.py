@@ -2,7 +2,7 @@
 
 A bank holds the layers of one device and weight dtype. Rows of all its layers lie one after another, and so do
 columns; per-layer factors are views. A model with hundreds of layers costs the same handful of calls as one with six,
-and as few collectives on a mesh, whose processes may each have a part of the rows (`Rows`).
+and as few collectives on a mesh, whose processes may each have a part of the rows (`SiteRows`).
 
 Under tensor parallelism a layer's rows may be cut (column-parallel: each rank has some that no other has) or its
 columns (row-parallel: every rank has all rows, and what is summed along a row is a sum over the ranks too). All
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from flatshift.regularizers.config import GGPO
 from flatshift.regularizers.layers.branch import NoiseBranch
-from flatshift.regularizers.layers.sharded import Part, gathered
+from flatshift.regularizers.layers.sharded import ParameterShard, gathered
 from flatshift.regularizers.layers.signs import Streams, stream_id, unpack
 from flatshift.regularizers.layers.sites import LoraSite
-from flatshift.regularizers.mesh import ALONE, Cut, Placement
+from flatshift.regularizers.mesh import ALONE, Placement, ShardSlice
 from flatshift.regularizers.methods.guidance import debiased, gradient_form, gradient_level, layer_means, power_shares
-from flatshift.regularizers.methods.samples import Batches, SampleSigns
+from flatshift.regularizers.methods.samples import SampleCounts, SampleSigns
 
 
-class Rows:
+class SiteRows:
     """The rows of `sites`, one layer after another; a vector over them is called (rows,)."""
 
     def __init__(self, sites: Sequence[LoraSite], placement: Placement, device: torch.device) -> None:
@@ -89,7 +89,7 @@ class Rows:
 
         groups: dict[Any, list[bool]] = {}
         for index, site in enumerate(self._sites):
-            group = Part.of(site.base.weight).group
+            group = ParameterShard.of(site.base.weight).group
             if group is not None:
                 groups.setdefault(group, [False] * len(self._sites))[index] = True
         for group, members in groups.items():
@@ -141,7 +141,7 @@ def placed(values: Sequence[bool], device: torch.device) -> Tensor:
     return torch.tensor(values).to(device, non_blocking=True)
 
 
-def _global(cut: Cut | None, length: int) -> Tensor:
+def _global(cut: ShardSlice | None, length: int) -> Tensor:
     return torch.arange(length) if cut is None else cut.indices()
 
 
@@ -149,7 +149,7 @@ class NoiseScales:
     """Row scales, noise factors and gradient sketches of `branches`."""
 
     def __init__(
-        self, branches: list[NoiseBranch], config: GGPO, batches: Batches, placement: Placement = ALONE
+        self, branches: list[NoiseBranch], config: GGPO, batches: SampleCounts, placement: Placement = ALONE
     ) -> None:
         self.branches = branches
         self.config = config
@@ -158,7 +158,7 @@ class NoiseScales:
         names = [site.name for site in sites]
         self._probes = branches[0].probe.shape[1]
         self.device, dtype = branches[0].probe.device, branches[0].probe.dtype
-        self.rows = Rows(sites, placement, self.device)
+        self.rows = SiteRows(sites, placement, self.device)
         self._widths = [site.columns for site in sites]
         self._factor_dtype = sites[0].dtype
         device = self.device

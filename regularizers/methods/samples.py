@@ -20,7 +20,7 @@ from flatshift.regularizers.layers.signs import counters, sign_words, stream_id,
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 
-class Batches:
+class SampleCounts:
     """How many samples this process has in the micro-batch at hand: the first dim of the model's input, or of the
     first layer's where the model itself is not called."""
 
@@ -64,7 +64,7 @@ class SampleSigns:
     """c_b of the layers of one bank, drawn for all of them when the first one asks."""
 
     def __init__(
-        self, names: Sequence[str], columns: Sequence[int], batches: Batches, share: tuple[int, int], like: Tensor
+        self, names: Sequence[str], columns: Sequence[int], batches: SampleCounts, share: tuple[int, int], like: Tensor
     ) -> None:
         """`columns`: k of each layer; `share`: (i, n), this process has the i-th of n runs of the rows; `like`: has
         the signs' device and dtype."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flatshift.regularizers.sharpness.config import Sharpness
 
 if TYPE_CHECKING:
-    from flatshift.regularizers.sharpness.measured import Measured, measure
+    from flatshift.regularizers.sharpness.measured import SharpnessResult, measure
     from flatshift.regularizers.sharpness.measures import (
         Estimate,
         Hessian,
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
         plane,
         power_iteration,
     )
-    from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, Objective, Space
+    from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, LossFunction, Space
 
 __all__ = [
     "AdapterSpace",
     "Estimate",
     "FullSpace",
     "Hessian",
-    "Measured",
-    "Objective",
+    "LossFunction",
     "Sharpness",
+    "SharpnessResult",
     "Space",
     "ascent_rise",
     "expected_rise",

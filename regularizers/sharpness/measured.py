@@ -16,7 +16,7 @@ from flatshift.regularizers.sharpness.config import Sharpness
 from flatshift.regularizers.sharpness.measures import (
     Estimate,
     Hessian,
-    Line,
+    LossLine,
     Plane,
     ascent_rise,
     expected_rise,
@@ -25,13 +25,13 @@ from flatshift.regularizers.sharpness.measures import (
     line,
     plane,
 )
-from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, Loss, Objective, Space
+from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, Loss, LossFunction, Space
 
 _SPACES: dict[str, type[AdapterSpace] | type[FullSpace]] = {"adapter": AdapterSpace, "full": FullSpace}
 
 
 @dataclass(frozen=True)
-class Measured:
+class SharpnessResult:
     """What was found, by space.
 
     Measures: `lambda_max`, `lambda_min` (interval: ± residual), `trace` and `rise_sigma_S` (interval over draws),
@@ -41,7 +41,7 @@ class Measured:
     loss: float
     """L(w)."""
     measures: dict[str, dict[str, Estimate]] = field(default_factory=dict)
-    lines: dict[str, Line] = field(default_factory=dict)
+    lines: dict[str, LossLine] = field(default_factory=dict)
     planes: dict[str, Plane] = field(default_factory=dict)
     about: dict[str, dict[str, float]] = field(default_factory=dict)
     """`dimensions`, `weight_norm`, `gradient_norm`, `difference_length` (h), `difference_error` (relative, of Hessian
@@ -76,7 +76,7 @@ def measure(
     *,
     seed: int = 0,
     progress: Callable[[int, str], None] = lambda passes, what: None,
-) -> Measured:
+) -> SharpnessResult:
     """Measure the neighbourhood of a PEFT model's weights, in evaluation mode; nothing of the model is changed.
 
     Args:
@@ -97,7 +97,7 @@ def measure(
         done += passes
         progress(done, doing)
 
-    objective = Objective(model, loss, count)
+    objective = LossFunction(model, loss, count)
     spaces = [_SPACES[name](model) for name in settings.spaces]
     base = objective.value()
     if not math.isfinite(base):
@@ -108,7 +108,7 @@ def measure(
             f"the loss is {base!r} at one time and {again!r} at another, at the same weights; give the measurement "
             "fixed batches and no randomness of its own"
         )
-    found = Measured(base)
+    found = SharpnessResult(base)
     for space in spaces:
         started = time.monotonic()
 
@@ -123,11 +123,11 @@ def measure(
 
 def _measure_space(
     space: Space,
-    objective: Objective,
+    objective: LossFunction,
     settings: Sharpness,
     seed: int,
     base: float,
-    found: Measured,
+    found: SharpnessResult,
     say: Callable[[str], None],
 ) -> None:
     measures: dict[str, Estimate] = {}

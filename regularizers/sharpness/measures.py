@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from flatshift.regularizers.sharpness.config import LADDER
-from flatshift.regularizers.sharpness.spaces import Objective, Space, dot, norm
+from flatshift.regularizers.sharpness.spaces import LossFunction, Space, dot, norm
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ Product = Callable[[Tensor], Tensor]
 class Hessian:
     """The Hessian of `objective` in `space` at the weights as they are, as a linear map (N,) → (N,)."""
 
-    def __init__(self, space: Space, objective: Objective, length: float) -> None:
+    def __init__(self, space: Space, objective: LossFunction, length: float) -> None:
         """length: h, how far the weights are moved for a difference, in the norm of the space."""
         self.space, self.objective, self.length = space, objective, length
         self.error = float("nan")
         """Largest relative disagreement of products at h and 2h that was seen; NaN before a `check`."""
 
     @classmethod
-    def calibrated(cls, space: Space, objective: Objective, start: Tensor) -> Hessian:
+    def calibrated(cls, space: Space, objective: LossFunction, start: Tensor) -> Hessian:
         """The map with the best step length for directions like H·`start`, `start` (N,) being any vector."""
         middle = (space.weight_norm or 1.0) * space.resolution ** (1 / 3)
         direction = cls(space, objective, middle)(start)
@@ -210,7 +210,7 @@ def hutchinson(product: Product, vectors: Iterable[Tensor], *, confidence: float
 
 def expected_rise(
     space: Space,
-    objective: Objective,
+    objective: LossFunction,
     sigmas: Sequence[float],
     *,
     base: float,
@@ -238,7 +238,7 @@ def expected_rise(
 
 def ascent_rise(
     space: Space,
-    objective: Objective,
+    objective: LossFunction,
     rho: float,
     *,
     base: float,
@@ -272,7 +272,7 @@ def ascent_rise(
 
 
 @dataclass(frozen=True)
-class Line:
+class LossLine:
     """L(w + a d) on a grid of a, for several directions d with |d_i| = |w_i| in every row."""
 
     at: list[float]
@@ -296,18 +296,18 @@ def grid(points: int, reach: float) -> list[float]:
 
 
 def line(
-    space: Space, objective: Objective, *, base: float, points: int, reach: float, directions: int, seed: int
-) -> Line:
+    space: Space, objective: LossFunction, *, base: float, points: int, reach: float, directions: int, seed: int
+) -> LossLine:
     """Slices along `directions` random directions; `base` is L(w)."""
     at = grid(points, reach)
     losses = []
     for index in range(directions):
         direction = space.draw(seed, "slice", index, exact=True)
         losses.append([space.value_along(objective, [(a, direction)]) if a else base for a in at])
-    return Line(at, losses)
+    return LossLine(at, losses)
 
 
-def plane(space: Space, objective: Objective, *, base: float, points: int, reach: float, seed: int) -> Plane:
+def plane(space: Space, objective: LossFunction, *, base: float, points: int, reach: float, seed: int) -> Plane:
     """The slice spanned by the first two directions of `line`."""
     at = grid(points, reach)
     across, up = (space.draw(seed, "slice", index, exact=True) for index in (0, 1))

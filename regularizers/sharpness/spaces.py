@@ -55,7 +55,7 @@ def _resting(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-class Objective:
+class LossFunction:
     """`loss` of `model`; sums over terms are in float64."""
 
     def __init__(self, model: nn.Module, loss: Loss, count: Callable[[int], None] = lambda passes: None) -> None:
@@ -146,11 +146,11 @@ class Space(ABC):
     """Relative spacing of numbers in which w is moved and the loss is computed."""
 
     @abstractmethod
-    def gradient(self, objective: Objective, at: Tensor | None = None) -> tuple[float, Tensor]:
+    def gradient(self, objective: LossFunction, at: Tensor | None = None) -> tuple[float, Tensor]:
         """Loss and gradient (N,) at w + `at`; w is untouched afterwards, whatever happened."""
 
     @abstractmethod
-    def value(self, objective: Objective, at: Tensor) -> float:
+    def value(self, objective: LossFunction, at: Tensor) -> float:
         """Loss at w + `at` (N,)."""
 
     @abstractmethod
@@ -159,7 +159,7 @@ class Space(ABC):
         covariance in each row, whose rows have the length |w_i| in the mean, or each of them with `exact`."""
 
     @abstractmethod
-    def value_along(self, objective: Objective, parts: Sequence[tuple[float, Any]]) -> float:
+    def value_along(self, objective: LossFunction, parts: Sequence[tuple[float, Any]]) -> float:
         """Loss at w + Σ c·d over (c, d) in `parts`, d from `draw`."""
 
     def signs(self, seed: int, purpose: Purpose, index: int) -> Tensor:
@@ -193,13 +193,13 @@ class AdapterSpace(Space):
         self._widths = [each.shape[1] for each in rows]
         self._row_norms = self._flat([each.square().sum(1).sqrt().repeat_interleave(each.shape[1]) for each in rows])
 
-    def gradient(self, objective: Objective, at: Tensor | None = None) -> tuple[float, Tensor]:
+    def gradient(self, objective: LossFunction, at: Tensor | None = None) -> tuple[float, Tensor]:
         parameters = list(self._adapters.parameters.values())
         with self._moved(at):
             value, grads = objective.gradient(parameters)
         return value, self._flat([grad.reshape(-1) for grad in grads])
 
-    def value(self, objective: Objective, at: Tensor) -> float:
+    def value(self, objective: LossFunction, at: Tensor) -> float:
         with self._moved(at):
             return objective.value()
 
@@ -213,7 +213,7 @@ class AdapterSpace(Space):
             parts.append((rows / lengths).reshape(-1))
         return torch.cat(parts).to(self.device) * self._row_norms
 
-    def value_along(self, objective: Objective, parts: Sequence[tuple[float, Any]]) -> float:
+    def value_along(self, objective: LossFunction, parts: Sequence[tuple[float, Any]]) -> float:
         return self.value(objective, sum(c * direction for c, direction in parts) + torch.zeros_like(self._row_norms))
 
     def _flat(self, parts: Sequence[Tensor]) -> Tensor:
@@ -311,7 +311,7 @@ class FullSpace(Space):
         self._row_norms = [each.sqrt() for each in squares]
         self.weight_norm = float(sum(each.double().sum() for each in squares)) ** 0.5
 
-    def gradient(self, objective: Objective, at: Tensor | None = None) -> tuple[float, Tensor]:
+    def gradient(self, objective: LossFunction, at: Tensor | None = None) -> tuple[float, Tensor]:
         flat = torch.zeros(self.size, dtype=self.dtype, device=self.device) if at is None else at
         leaves = [
             part.view(shape).detach().to(site.device).requires_grad_()
@@ -321,7 +321,7 @@ class FullSpace(Space):
             value, grads = objective.gradient(leaves)
         return value, torch.cat([grad.reshape(-1).to(self.device) for grad in grads])
 
-    def value(self, objective: Objective, at: Tensor) -> float:
+    def value(self, objective: LossFunction, at: Tensor) -> float:
         parts = zip(at.split(self._lengths), self._shapes, self._sites, strict=True)
         deltas = [part.view(shape).to(site.device) for part, shape, site in parts]
         with added(self._sites, [partial(_dense, delta) for delta in deltas]):
@@ -353,7 +353,7 @@ class FullSpace(Space):
             factors.append((into, out * (norms / lengths)[:, None]))
         return factors
 
-    def value_along(self, objective: Objective, parts: Sequence[tuple[float, Any]]) -> float:
+    def value_along(self, objective: LossFunction, parts: Sequence[tuple[float, Any]]) -> float:
         terms: list[Term] = []
         for layer in range(len(self._sites)):
             into = torch.cat([direction[layer][0] for _, direction in parts], 1)

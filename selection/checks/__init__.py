@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatshift.selection.checks.check import Checked, Mixtures, Refit, Sample, check_selection, sample_pool
+    from flatshift.selection.checks.check import Checked, Mixtures, PoolSample, Refit, check_selection, sample_pool
     from flatshift.selection.checks.coverage import Coverage, target_coverage
 
 __all__ = [
     "Checked",
     "Coverage",
     "Mixtures",
+    "PoolSample",
     "Refit",
-    "Sample",
     "check_selection",
     "sample_pool",
     "target_coverage",

@@ -37,7 +37,7 @@ target or another round would choose mostly lies there."""
 
 
 @dataclass(frozen=True)
-class Sample:
+class PoolSample:
     """rows (n,) int64, ascending. stands (n,): records of the pool that each stands for; they sum to N. mass (n,): its
     part of the pool's distribution; they sum to 1. chosen (n,) bool: rows of the selection, all of which stand for
     equally many; `budget` of them."""
@@ -59,7 +59,7 @@ class Sample:
         return weights
 
 
-def sample_pool(order: np.ndarray, budget: int, *, weights: np.ndarray | None, size: int, seed: int) -> Sample:
+def sample_pool(order: np.ndarray, budget: int, *, weights: np.ndarray | None, size: int, seed: int) -> PoolSample:
     """All rows where there are at most `size`; else a seeded draw, half of it among the best ranks.
 
     order (N,): row numbers by rank, the first `budget` of them chosen. weights (N,): the pool's distribution, uniform
@@ -88,7 +88,7 @@ def sample_pool(order: np.ndarray, budget: int, *, weights: np.ndarray | None, s
     turn = np.argsort(rows, kind="stable")
     rows, stands, chosen = rows[turn], stands[turn], chosen[turn]
     mass = stands if weights is None else stands * np.asarray(weights, dtype=np.float64)[rows]
-    return Sample(rows, stands, unit_weights(mass, len(rows)), chosen)
+    return PoolSample(rows, stands, unit_weights(mass, len(rows)), chosen)
 
 
 _TOLERANCE = 1e-6
@@ -199,7 +199,7 @@ class Checked:
     Arms: "selection", "random", and "rounds" (or "one step", where the selection itself was made in rounds).
     """
 
-    sample: Sample
+    sample: PoolSample
     targets: np.ndarray
     epsilon: float
     distance: float
@@ -390,7 +390,7 @@ def check_selection(
 def _fitted(
     mixtures: Mixtures,
     base: At,
-    sample: Sample,
+    sample: PoolSample,
     arms: dict[str, np.ndarray],
     rows: np.ndarray,
     epsilon: float,
@@ -422,7 +422,7 @@ def _fitted(
     return found, error
 
 
-def _least(f: np.ndarray, sample: Sample) -> float:
+def _least(f: np.ndarray, sample: PoolSample) -> float:
     """Mean of the smallest f over as many records as the budget has, each row counted for those it stands for."""
     wanted = float(sample.stands[sample.chosen].sum())
     order = np.argsort(f, kind="stable")

@@ -13,7 +13,7 @@ from flatshift.selection.lazy import np
 
 
 @dataclass(frozen=True, kw_only=True)
-class Features:
+class PrecomputedFeatures:
     """Your own features, one row per record in file order, used as given (never normalised)."""
 
     kind: Literal["features"] = "features"

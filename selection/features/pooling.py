@@ -22,7 +22,7 @@ POOLINGS: tuple[str, ...] = get_args(Pooling)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backbone:
+class BackboneEmbedder:
     """Masked mean of the backbone's last hidden states, L2-normalised."""
 
     kind: Literal["backbone"] = "backbone"
@@ -58,7 +58,7 @@ class Gradients:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder:
+class EncoderEmbedder:
     """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout is
     read as such: its pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flatshift.selection.hygiene.config import Decontaminate, Hygiene, Language, Length, NearDuplicates, Repetition
+from flatshift.selection.hygiene.config import (
+    Decontaminate,
+    Hygiene,
+    Language,
+    LengthFilter,
+    NearDuplicates,
+    Repetition,
+)
 
 if TYPE_CHECKING:
     from flatshift.selection.hygiene.listed import Listed
@@ -16,9 +23,9 @@ __all__ = [
     "Decontaminate",
     "Hygiene",
     "Language",
-    "Length",
+    "LengthFilter",
     "Listed",
-    "NearDuplicates",
+    "NearDuplicateGroups",
     "Reference",
     "Repetition",
     "clean",

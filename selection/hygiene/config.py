@@ -35,7 +35,7 @@ def _bounds(config: object, **bounds: tuple[float | None, float | None]) -> None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
+class LengthFilter:
     """Drop records that are too short or too long; blanks at both ends do not count."""
 
     min_chars: int = 1
@@ -169,7 +169,7 @@ class Hygiene:
     drops: tuple[str, ...] = ()
     """Files of another tool's answer, CSV, JSONL or Parquet with a line for each record to drop: its `id`, and where it
     is told `match`, the id of what it repeats, and `why`."""
-    length: Length | None = None
+    length: LengthFilter | None = None
     """Too short or too long."""
     language: Language | None = None
     """In another language."""

@@ -73,7 +73,7 @@ def chosen(mask: np.ndarray) -> Iterator[np.ndarray]:
 _BATCH = 1 << 20  # shingles compared at a time
 
 
-class NearDuplicates:
+class NearDuplicateGroups:
     """Groups of rows whose shingle sets have a Jaccard similarity of at least `settings.threshold`.
 
     memory: bytes for sorting the keys of a band.

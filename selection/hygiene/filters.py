@@ -260,7 +260,7 @@ def judge(texts: Sequence[str], settings: config.Hygiene) -> Iterator[tuple[str,
             yield "repetition", verdict
 
 
-def by_length(texts: Sequence[str], limits: config.Length) -> Iterator[Verdict]:
+def by_length(texts: Sequence[str], limits: config.LengthFilter) -> Iterator[Verdict]:
     """Characters without the blanks at both ends, and words."""
     characters = np.array([len(text.strip()) for text in texts], dtype=np.float64)
     yield f"fewer than {limits.min_chars} characters", characters < limits.min_chars, characters

@@ -21,7 +21,7 @@ import numpy as np
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.hygiene.config import WORKING_GIB, Hygiene
 from flatshift.selection.hygiene.decontaminate import Decontaminator, Spans
-from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
+from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise
 from flatshift.selection.hygiene.filters import judge
 from flatshift.selection.hygiene.listed import Listed
 from flatshift.selection.hygiene.store import Growing, blocks, made
@@ -198,7 +198,7 @@ class _Cleaning:
         )
         memory = int((settings.memory_gib - WORKING_GIB) * 2**30)
         self.exact = ExactDuplicates(memory=memory) if settings.exact else None
-        self.near = None if settings.near is None else NearDuplicates(settings.near, seed=seed, memory=memory)
+        self.near = None if settings.near is None else NearDuplicateGroups(settings.near, seed=seed, memory=memory)
         self.listed = listed
         self.rules = [("kept", "")] if listed is None else [("kept", ""), (LISTED, "listed in drops")]
         self.diagnostics: dict[str, Any] = {}

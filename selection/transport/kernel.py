@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flatshift.selection.transport.blocks import tiles
 from flatshift.selection.transport.ranks import Team
-from flatshift.selection.transport.rows import Rows
+from flatshift.selection.transport.rows import TileSource
 from flatshift.selection.transport.threads import Crew, flushes
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -86,7 +86,7 @@ class Streamed:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TileSource,
         epsilon: float,
         *,
         chunk: int | None = None,
@@ -152,7 +152,7 @@ class Streamed:
         return _nearest(self.rows, g, self.epsilon, self._step)
 
 
-def _nearest(rows: Rows, g: Tensor, epsilon: float, step: int) -> Tensor:
+def _nearest(rows: TileSource, g: Tensor, epsilon: float, step: int) -> Tensor:
     n = len(rows.a)
     rows.prepare(g, epsilon)
     found = torch.empty(n, dtype=torch.int64, device=rows.device)
@@ -169,7 +169,7 @@ class Kernel:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: TileSource,
         epsilon: float,
         *,
         chunk: int | None = None,

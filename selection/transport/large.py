@@ -23,8 +23,8 @@ from flatshift.selection.transport.problem import Problem
 from flatshift.selection.transport.ranks import Team
 from flatshift.selection.transport.rows import DenseRows, StreamedRows
 from flatshift.selection.transport.settings import (
-    Settings,
     Solved,
+    SolverSettings,
     Threshold,
     descend,
     estimated,
@@ -38,7 +38,7 @@ THINNED = 40
 """Rows per target from which a quarter of the subsample is solved before the whole of it."""
 
 
-def precision(problem: Problem, settings: Settings) -> torch.dtype:
+def precision(problem: Problem, settings: SolverSettings) -> torch.dtype:
     """float32 tiles where their rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance."""
     y_norm = math.sqrt(float((problem.y**2).sum(1).max()))
     x_norm = math.sqrt(max(problem.team.gather(float(problem.x_squared.max()))))
@@ -46,7 +46,7 @@ def precision(problem: Problem, settings: Settings) -> torch.dtype:
     return torch.float32 if largest * 2.0**-24 <= 0.1 * settings.tolerance else torch.float64
 
 
-def cached_fits(problem: Problem, settings: Settings, dtype: torch.dtype) -> bool:
+def cached_fits(problem: Problem, settings: SolverSettings, dtype: torch.dtype) -> bool:
     """Whether the kernel of the whole pool may be held."""
     n, m = problem.shape
     sample = 2 * m * min(n, max(5 * m, 5_000))
@@ -55,13 +55,13 @@ def cached_fits(problem: Problem, settings: Settings, dtype: torch.dtype) -> boo
     return (n * m + sample) * dtype.itemsize + newton <= free_bytes(problem, settings)
 
 
-def solve_large(problem: Problem, settings: Settings, cached: bool, nearest: bool) -> Solved:
+def solve_large(problem: Problem, settings: SolverSettings, cached: bool, nearest: bool) -> Solved:
     """The answer for the pool, or its best approximation when the limits are used up. Raises SelectionError."""
     return _Large(problem, settings, cached).run(nearest)
 
 
 class _Large:
-    def __init__(self, problem: Problem, settings: Settings, cached: bool):
+    def __init__(self, problem: Problem, settings: SolverSettings, cached: bool):
         self.problem, self.settings, self.cached = problem, settings, cached
         self.team = problem.team
         self.dtype = precision(problem, settings)

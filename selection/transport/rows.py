@@ -25,7 +25,7 @@ from flatshift.selection.transport.threads import Crew
 _PER_LN2 = 1.0 / math.log(2.0)
 
 
-class Rows(Protocol):
+class TileSource(Protocol):
     """A source of tiles; `a` (n,) and `squared` (n,) float64 are the rows' weights and squared norms, `b` (M,) the
     targets' weights; all on `device`."""
 

@@ -63,7 +63,7 @@ def estimated(end: Threshold | None, sample: Tensor, moved: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SolverSettings:
     """Checked settings of one solve. epsilon: absolute, for squared distances; relative: as the user gave it.
 
     overlap: share of the `top` best rows that two successive answers must have in common, None for no such demand.
@@ -109,7 +109,7 @@ class Solved:
     estimate: float | None = None
     resumed: int = 0
 
-    def satisfies(self, settings: Settings) -> bool:
+    def satisfies(self, settings: SolverSettings) -> bool:
         """Whether both demands, on the marginal error and on the overlap, are met."""
         enough = settings.overlap is None or (self.overlap is not None and self.overlap >= settings.overlap)
         return self.at.error <= settings.tolerance and enough
@@ -117,7 +117,7 @@ class Solved:
 
 def descend(
     kernel: Kernel,
-    settings: Settings,
+    settings: SolverSettings,
     tolerance: float,
     newton_columns: int,
     start: Tensor | None = None,
@@ -152,7 +152,7 @@ def descend(
     return result.at, iterations + result.iterations
 
 
-def _told(settings: Settings, before: int) -> Callable[[int], None] | None:
+def _told(settings: SolverSettings, before: int) -> Callable[[int], None] | None:
     """Progress of iterations that follow `before` others, of as many as there may be: with a tiny ε they are many."""
     told = settings.progress
     if told is None:
@@ -171,7 +171,7 @@ def _schedule(relative: float) -> list[float]:
     return stages
 
 
-def free_bytes(problem: Problem, settings: Settings) -> float:
+def free_bytes(problem: Problem, settings: SolverSettings) -> float:
     """What is left of the cap beside the vectors of N: potentials of two answers, norms, weights, scores, sorting.
 
     In a group these are not counted: what is left decides the subsample, which no number of processes may change.

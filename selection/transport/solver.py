@@ -29,7 +29,7 @@ from flatshift.selection.transport.large import cached_fits, exchanged, precisio
 from flatshift.selection.transport.problem import COSTS, Problem, Progress, pose
 from flatshift.selection.transport.ranks import Team
 from flatshift.selection.transport.rows import DenseRows, StreamedRows
-from flatshift.selection.transport.settings import Settings, Solved, descend, measured
+from flatshift.selection.transport.settings import Solved, SolverSettings, descend, measured
 from flatshift.selection.validation import checked_chunk, is_real
 
 EXACT_PAIRS = 10_000_000
@@ -142,7 +142,7 @@ def sinkhorn_potentials(
         if budget is not None and not (isinstance(budget, int | np.integer) and 1 <= budget <= total):
             raise SelectionError(f"budget must be a whole number from 1 to the pool's {total} rows, not {budget!r}")
         small = total * m <= EXACT_PAIRS
-        settings = Settings(
+        settings = SolverSettings(
             epsilon=epsilon * problem.mean_cost,
             relative=epsilon,
             tolerance=tolerance if tolerance is not None else (1e-9 if small else 1e-3),
@@ -239,7 +239,7 @@ def _missing_cuda() -> str:
     return "torch is built for CUDA and sees no device; look whether the driver is there and new enough"
 
 
-def _solve(problem: Problem, settings: Settings, method: str | None, nearest: bool) -> Solved:
+def _solve(problem: Problem, settings: SolverSettings, method: str | None, nearest: bool) -> Solved:
     """By the method asked for, or the one that suits size, memory and company. Solved for the smaller side."""
     n, m = problem.shape
     alone = problem.team.group is None
@@ -266,7 +266,7 @@ def _solve(problem: Problem, settings: Settings, method: str | None, nearest: bo
     return solve_large(problem, stateless if held else settings, held, nearest)
 
 
-def _potentials(problem: Problem, settings: Settings, solved: Solved) -> Potentials:
+def _potentials(problem: Problem, settings: SolverSettings, solved: Solved) -> Potentials:
     """In units of the cost that was asked for, on the host."""
     unit, at = problem.unit, solved.at
     f = at.f.cpu().numpy()
@@ -295,7 +295,7 @@ def _potentials(problem: Problem, settings: Settings, solved: Solved) -> Potenti
     )
 
 
-def _coincident(problem: Problem, settings: Settings, nearest: bool) -> Potentials:
+def _coincident(problem: Problem, settings: SolverSettings, nearest: bool) -> Potentials:
     """All points of positive weight coincide with one another: every potential is 0, no sample helps."""
     n, m = problem.shape
     f = problem.x_squared * problem.unit
@@ -324,7 +324,7 @@ def exact_bytes(n: int, m: int) -> int:
     return 16 * n * m + (8 * n * m if m > n else 0)
 
 
-def solve_exact(problem: Problem, settings: Settings, nearest: bool) -> Solved:
+def solve_exact(problem: Problem, settings: SolverSettings, nearest: bool) -> Solved:
     """Solve to the tolerance; where an overlap is asked for, on to ten times smaller errors until it is seen."""
     n, m = problem.shape
     columns = settings.newton_columns(settings.allowance - exact_bytes(n, m))

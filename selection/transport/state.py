@@ -24,7 +24,7 @@ from torch import Tensor
 from flatshift.selection.errors import SelectionError, is_disk_full
 from flatshift.selection.transport.kernel import Evaluation
 from flatshift.selection.transport.problem import Problem
-from flatshift.selection.transport.settings import Settings
+from flatshift.selection.transport.settings import SolverSettings
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Standing:
     overlap: float | None = None
 
 
-def identity(problem: Problem, settings: Settings, **more: Any) -> dict[str, Any]:
+def identity(problem: Problem, settings: SolverSettings, **more: Any) -> dict[str, Any]:
     """What a state must share with a solve that goes on from it."""
     digest = hashlib.sha256()
     for part in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):

@@ -10,7 +10,7 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.workflows import samples
-from flatshift.experiments.workflows.samples import Kept, Sampling, figures_of, write_samples
+from flatshift.experiments.workflows.samples import Sampling, SavedSamples, figures_of, write_samples
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.evaluate.sandbox import refuse_unless_contained
 from flatshift.finetune.tasks import LanguageModel
@@ -22,26 +22,26 @@ ROWS = [row(n, text=f"prompt {n} of several") for n in range(4)]
 ASKED = Sampling(samples=3, top_p=0.9, max_new_tokens=6)
 
 
-def written(kept: Kept, asked: Sampling = ASKED, batch_size: int = 5) -> list[list[str]]:
+def written(kept: SavedSamples, asked: Sampling = ASKED, batch_size: int = 5) -> list[list[str]]:
     model = tiny_model("llama", len(TOKENIZER)).eval()
     inference = EvalBatching.of(TOKENIZER, batch_size=batch_size)
     return write_samples("m", model, TOKENIZER, ROWS, LanguageModel(), asked, kept, inference)
 
 
 def test_draws_are_of_seed_and_place_and_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch) -> None:
-    whole = written(Kept(None))
-    assert written(Kept(None), batch_size=2) == whole
+    whole = written(SavedSamples(None))
+    assert written(SavedSamples(None), batch_size=2) == whole
     assert len({text for texts in whole for text in texts}) > 6
     file = tmp_path / "kept.jsonl"
-    assert written(Kept(file)) == whole
+    assert written(SavedSamples(file)) == whole
     lines = file.read_text().splitlines()
     file.write_text("\n".join(lines[:7]) + '\n{"key": "torn')
     asked = []
     ours = samples.continue_prompts
     monkeypatch.setattr(samples, "continue_prompts", lambda m, p, *a, **k: asked.append(len(p)) or ours(m, p, *a, **k))
-    assert written(Kept(file)) == whole and asked == [12 - 7]
+    assert written(SavedSamples(file)) == whole and asked == [12 - 7]
     other = Sampling(samples=3, top_p=0.9, max_new_tokens=6, seed=1)
-    assert written(Kept(file), other) != whole and asked == [5, 12]
+    assert written(SavedSamples(file), other) != whole and asked == [5, 12]
 
 
 def test_programs_pass_or_not() -> None:

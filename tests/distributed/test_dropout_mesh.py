@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
@@ -107,7 +107,7 @@ def course(case: Case, source: str, folder: Path, *, stop_at: int | None = None)
         stop_at=stop_at,
         writes=world.is_main,
         task=task,
-        batches=Batches(
+        batches=TrainingDataLoader(
             examples(task, even=case.kind.endswith("even")), task=task, batch_size=train.batch_size,
             accumulate=train.accumulate, seed=0, max_length=24, pad_id=0, share=engine.share, multiple=engine.multiple,
         ),

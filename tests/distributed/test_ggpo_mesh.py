@@ -24,7 +24,7 @@ from flatshift.finetune.parallel.pipeline import PipelineRunner, cut_parts
 from flatshift.finetune.parallel.tensor import tensor_parallel
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
-from flatshift.regularizers.layers.sharded import Part
+from flatshift.regularizers.layers.sharded import ParameterShard
 from flatshift.regularizers.methods.ggpo import GGPORegularizer
 from tests.distributed_ranks import run_ranks
 from tests.regularizer_models import tiny_gpt2, tiny_llama, tokens, with_lora
@@ -290,7 +290,7 @@ def odd_ends() -> dict[str, Any]:
     world = ProcessMesh.of(case.mesh, torch.device("cpu"))
     model = odd_layers()
     fully_shard(model, mesh=world.submesh("dp"))
-    empty = sum(part.tensor.numel() == 0 for part in map(Part.of, model.parameters()))
+    empty = sum(part.tensor.numel() == 0 for part in map(ParameterShard.of, model.parameters()))
     with pytest.raises(RegularizerError, match="sharded"):
         build(GGPO()).attach(model, seed=SEED, total_steps=STEPS)
     regularizer = attached(case, Engine(model, world))

@@ -27,7 +27,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     """Losses, first gradients and figures of a few updates on `mesh`, and the saved head, on every rank."""
     from flatshift.finetune.adapters.adapter import read_adapter
     from flatshift.finetune.config import Adapter, Evaluate, Train
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.data.labels import Units, fold_units
@@ -55,7 +55,7 @@ def curve(source: str, warm: str | None, kind: str, mesh: Any) -> dict[str, Any]
     if warm is not None:
         engine.load_adapter(Path(warm), partial=True)
     examples = encode(rows, task=task, tokenizer=tokenizer, max_length=48, label_names=names, units=units).examples
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples, task=task, batch_size=4, accumulate=2, seed=0, max_length=48, pad_id=0, share=engine.share,
         masking=Masking.of(task, tokenizer) if isinstance(task, MaskedLM) else None,
     )  # fmt: skip

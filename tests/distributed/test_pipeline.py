@@ -349,7 +349,7 @@ def test_dropout_is_drawn_by_piece_and_stage() -> None:
 def long_rows(source: str) -> list[list[float]]:
     """Losses of one process and of two stages on rows longer than those that the head is looked for with."""
     from flatshift.finetune.config import Adapter, Mesh, Train
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.example import Example
     from flatshift.finetune.parallel.build import build_engine
     from flatshift.finetune.parallel.mesh import ProcessMesh
@@ -363,7 +363,7 @@ def long_rows(source: str) -> list[list[float]]:
     for mesh in (Mesh(), Mesh(pp=2)):
         world = ProcessMesh.alone(cpu) if mesh.size == 1 else ProcessMesh.of(mesh, cpu)
         engine = build_engine(source, task=task, adapter=Adapter(rank=4), train=train, mesh=mesh, world=world)
-        batches = Batches(
+        batches = TrainingDataLoader(
             examples, task=task, batch_size=2, accumulate=1, seed=0, max_length=150, pad_id=0, share=engine.share
         )
         found.append(few_updates(engine, batches, task, STEPS)[0])

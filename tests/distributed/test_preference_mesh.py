@@ -24,7 +24,7 @@ MESHES: tuple[tuple[str, dict[str, Any]], ...] = (
 def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients and figures of a few updates on `mesh`, on every rank."""
     from flatshift.finetune.config import Adapter, Evaluate, Train
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.data.example import IGNORE, Example
     from flatshift.finetune.evaluate.evaluator import evaluate
@@ -48,7 +48,7 @@ def curve(source: str, loss: str, mesh: Any) -> dict[str, Any]:
         sides = [(asked + answer, [IGNORE] * len(asked) + answer) for answer in answers]
         (ids, labels), (other, marked) = sides
         examples.append(Example(ids, labels, str(i), f"f:{i}", rejected_ids=other, rejected_labels=marked))
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples, task=task, batch_size=4, accumulate=2, seed=0, max_length=24, pad_id=0, share=engine.share,
         multiple=engine.multiple,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from typing import Any, get_args
 import pytest
 
 from flatshift.finetune.config import Mesh
-from flatshift.finetune.planner.rules import Settings, broken_rule
+from flatshift.finetune.planner.rules import RuleSettings, broken_rule
 from flatshift.regularizers import ASAM, BAR, GGPO, MGPO, MSAM, RegularizerConfig, RegularizerError
 from tests.distributed.test_dropout_mesh import ADAPTER, Case, apart, course, save
 from tests.distributed_ranks import run_ranks
@@ -60,7 +60,7 @@ def tried(pairs: list[tuple[str, str]], sources: dict[str, str], folder: str) ->
 
 def refused(method: str, axis: str) -> bool:
     one = case(method, axis)
-    recipe = Settings(AXES[axis], one.train(), ADAPTER, one.task, regularizer=METHODS[method])
+    recipe = RuleSettings(AXES[axis], one.train(), ADAPTER, one.task, regularizer=METHODS[method])
     return broken_rule(recipe) is not None
 
 

@@ -32,7 +32,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     """Losses, first gradients, document surprise and greedy answers of a few updates on `mesh`, on every rank."""
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.config import Adapter, Evaluate, Train
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.data.encoding import encode
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.answers import generate_answers
@@ -50,7 +50,7 @@ def curve(source: str, mesh: Any) -> dict[str, Any]:
     alive = {name: torch.randn(t.shape, generator=generator) * 0.1 for name, t in sorted(start.items())}
     engine.load_full_tensors(alive, engine.parameters, where="test")
     examples = encode(text_rows(30), task=task, tokenizer=TOKENIZER, max_length=24, decoder_start=0).examples
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples, task=task, batch_size=4, accumulate=2, seed=0, max_length=24, pad_id=0, share=engine.share
     )
     losses, first = few_updates(engine, batches, task, STEPS)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.meta import empty_model
-from flatshift.finetune.models.weight_names import Checkpoint, canonical
+from flatshift.finetune.models.weight_names import CheckpointFiles, canonical
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
 from flatshift.finetune.parallel.fsdp import shard
 from flatshift.finetune.parallel.layout import Slice, TensorParallelLayout, put, whole_all
@@ -122,7 +122,7 @@ def reference(kind: str, directory: Path, **more: Any) -> Any:
 def sharded(kind: str, directory: Path, mesh: Mesh, world: ProcessMesh, **more: Any) -> tuple[Any, Any, Any]:
     """A model that was built on meta, sharded over `mesh` and filled, its sharding and its loading report."""
     model = empty_model(auto(kind), directory, dtype=more.get("precision", torch.float32), **options(kind))
-    checkpoint = Checkpoint.of(model, directory)
+    checkpoint = CheckpointFiles.of(model, directory)
     model = adapted(model, kind, rank=more.get("rank", 4), dtype=more.get("dtype", torch.float32))
     assert all(p.is_meta for p in model.parameters())
     checkpoint_activations(model, more.get("checkpointing", "none"))
@@ -331,7 +331,7 @@ def read_and_gather(directories: dict[str, Path], settings: dict[str, Any]) -> l
     for kind, directory in directories.items():
         family = kind.removesuffix("-bf16")
         model = empty_model(auto(family), directory, dtype=torch.float32, **options(family)).requires_grad_(False)
-        checkpoint = Checkpoint.of(model, directory)
+        checkpoint = CheckpointFiles.of(model, directory)
         layout = cut(model, family, world)
         shard(model, mesh=Mesh(**settings), world=world)
         materialize(model, "cpu")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from flatshift.finetune.compute.slices import slice_rows
 from flatshift.finetune.config import Mesh
 from flatshift.finetune.models.meta import empty_model
-from flatshift.finetune.models.weight_names import Checkpoint, canonical
+from flatshift.finetune.models.weight_names import CheckpointFiles, canonical
 from flatshift.finetune.parallel.layout import TensorParallelLayout
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.parallel.tensor import borders, tensor_parallel, vocabulary_cross_entropy
@@ -257,7 +257,7 @@ def _loaded(kind: str, folder: Path, world: ProcessMesh) -> float:
     """Cut on meta and then read from a file, the backbone gives the logits of the whole one."""
     whole = backbone(kind)
     cut = empty_model(getattr(transformers, READ[kind]), folder, dtype=torch.float32).requires_grad_(False)
-    checkpoint = Checkpoint.of(cut, folder)
+    checkpoint = CheckpointFiles.of(cut, folder)
     layout = tensor_parallel(cut, world=world)
     materialize(cut, world.device)
     load_weights(cut, checkpoint, layout=layout, world=world)

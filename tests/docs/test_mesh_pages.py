@@ -20,7 +20,7 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.parallel.pipeline.plan import bubble, virtual_stages
 from flatshift.finetune.planner.footprint import Sizes, footprint
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from tests.patience import HANG_S
 from tests.unit.test_parallel_auto import llama
 
@@ -86,7 +86,7 @@ def test_support_matrix_is_fresh() -> None:
 def test_commands_are_valid(words: list[str]) -> None:
     flags = overrides(words)
     recipe = load_recipe("language-model", [from_override(key, value) for key, value in flags.items()]).recipe
-    check_settings(Settings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
+    check_settings(RuleSettings(recipe.mesh, recipe.train, recipe.adapter, recipe.task))
     if words[0] != "flatshift":
         counts = [
             int(words[i + 1]) for i, word in enumerate(words) if word.startswith(("--nnodes", "--nproc", "--num_"))

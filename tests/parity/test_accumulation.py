@@ -7,7 +7,7 @@ import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
@@ -46,7 +46,7 @@ def one_update(source, task, directory, *, batch_size, accumulate, clip=None):
     """Loss and gradients of the first update: AdamW with a huge eps moves by lr·gradient/eps."""
     model = model_of(source, task)
     start = {n: p.detach().clone() for n, p in trainable(model).items()}
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples(), task=task, batch_size=batch_size, accumulate=accumulate, seed=0, max_length=20, pad_id=0
     )
     train_stage(
@@ -88,7 +88,11 @@ def naive(source, task):
 def test_every_cut_of_the_update_gives_the_naive_loss_and_gradient(kind, sources, tmp_path):
     padded, packed = LanguageModel(pack=False), Completion(pack=True)
     loss, count, gradients = naive(sources[kind], padded)
-    rows = len(Batches(examples(), task=packed, batch_size=1, accumulate=1, seed=0, max_length=20, pad_id=0).epoch(0))
+    rows = len(
+        TrainingDataLoader(examples(), task=packed, batch_size=1, accumulate=1, seed=0, max_length=20, pad_id=0).epoch(
+            0
+        )
+    )
     assert 1 < rows < len(examples()), "samples do share rows"
     cuts = {
         "whole": (padded, 8, 1),

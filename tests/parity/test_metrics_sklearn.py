@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
-from flatshift.finetune.evaluate.classes import Pairs, accuracy, f1_macro, judge_classes, matthews
+from flatshift.finetune.evaluate.classes import LabelPairs, accuracy, f1_macro, judge_classes, matthews
 
 THEIRS = {
     "accuracy": accuracy_score,
@@ -36,7 +36,7 @@ def test_values_are_scikit_learns(classes, n):
 @pytest.mark.parametrize("name", list(THEIRS))
 def test_each_resample_is_what_scikit_learn_says_of_it(name):
     true, predicted = drawn(4, 30, 0)
-    pairs = Pairs.of(true.tolist(), predicted.tolist())
+    pairs = LabelPairs.of(true.tolist(), predicted.tolist())
     rng = np.random.default_rng(1)
     index = rng.integers(0, 30, size=(40, 30))
     weights = np.stack([np.bincount(pairs.kinds[row], minlength=len(pairs.true)) for row in index]).astype(float)

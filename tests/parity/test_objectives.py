@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.labels import Units
@@ -63,7 +63,9 @@ def compare(model, batches, task, their_loss):
 
 def batches_of(rows, task, *, tokenizer=WORDPIECE, masking=None, **encoding):
     examples = encode(rows, task=task, tokenizer=tokenizer, max_length=64, **encoding).examples
-    return Batches(examples, task=task, batch_size=4, accumulate=3, seed=0, max_length=64, pad_id=0, masking=masking)
+    return TrainingDataLoader(
+        examples, task=task, batch_size=4, accumulate=3, seed=0, max_length=64, pad_id=0, masking=masking
+    )
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flatshift.finetune.compute.loss import loss_sum
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.errors import UserError
@@ -23,7 +23,7 @@ MIXTURE = Mixture(("a", "b"), (0.7, 0.3), (15, 25))
 
 def packed_step(task):
     examples = encode(text_rows(40), task=task, tokenizer=TOKENIZER, max_length=64).examples
-    batches = Batches(examples, task=task, batch_size=3, accumulate=2, seed=0, max_length=64, pad_id=0)
+    batches = TrainingDataLoader(examples, task=task, batch_size=3, accumulate=2, seed=0, max_length=64, pad_id=0)
     micros = batches.at(0)
     assert max(len(row) for micro in micros for row in micro.rows) >= 3
     return examples, micros, batches.supervised(0)
@@ -64,7 +64,7 @@ def test_the_same_samples_packed_mixed_or_in_groups_of_like_length_have_one_loss
     found = []
     for task, options in ((packed, {}), (apart, {}), (apart, {"group": "length"})):
         settings = {"batch_size": 4, "seed": 0, "max_length": 64, "pad_id": 0, "mixture": MIXTURE, **options}
-        batches = Batches(examples, task=task, **settings)
+        batches = TrainingDataLoader(examples, task=task, **settings)
         if task.pack:  # rows of the first round alone, which are no multiple of a batch
             steps = -(-len(batches.epoch(0)) // 4)
             micros = [micro for step in range(steps) for micro in batches.at(step)]

@@ -10,7 +10,7 @@ import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.evaluate.preference import quick_figures, score_answers
@@ -66,7 +66,9 @@ def examples(single=False):
 def one_update(model, task, made, directory, *, batch_size, accumulate, steps=1, regularizer=None, dev=()):
     """The lines of metrics.jsonl, and how far each parameter moved: AdamW with a huge eps moves by lr·gradient/eps."""
     start = {n: p.detach().clone() for n, p in trainable(model).items()}
-    batches = Batches(made, task=task, batch_size=batch_size, accumulate=accumulate, seed=0, max_length=20, pad_id=0)
+    batches = TrainingDataLoader(
+        made, task=task, batch_size=batch_size, accumulate=accumulate, seed=0, max_length=20, pad_id=0
+    )
     stage = TrainingStage(
         name="s",
         task=task,
@@ -244,7 +246,7 @@ def test_a_regularizer_never_moves_the_reference(source, tmp_path, monkeypatch):
     for place, kind in enumerate(kinds):
         for found, expected in zip(seen[place * steps :][:steps], plain, strict=True):
             assert torch.equal(found, expected), kind.kind
-    batches = Batches(examples(), task=task, batch_size=2, accumulate=2, seed=0, max_length=20, pad_id=0)
+    batches = TrainingDataLoader(examples(), task=task, batch_size=2, accumulate=2, seed=0, max_length=20, pad_id=0)
     rows = [row for (index,) in batches.epoch(0) for row in rows_of(examples()[index])]
     backbone = load_backbone(source, task=task).double()
     with torch.no_grad():

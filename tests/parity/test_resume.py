@@ -13,7 +13,7 @@ import pytest
 
 from flatshift.finetune.adapters.adapter import attach_adapter
 from flatshift.finetune.config import Adapter, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.mixture import Mixture
 from flatshift.finetune.models.load import load_backbone
@@ -51,7 +51,7 @@ def train(source, directory, *, regularizer=None, dropout=0.0, precision="fp32",
         directory,
         stop_at=stop_at,
         task=task,
-        batches=Batches(
+        batches=TrainingDataLoader(
             examples(30, 1), task=task, batch_size=2, accumulate=2, seed=0, max_length=24, pad_id=0, **data
         ),
         dev=examples(6, 2),

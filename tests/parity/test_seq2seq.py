@@ -7,7 +7,7 @@ import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
@@ -30,7 +30,7 @@ def test_an_update_equals_transformers_loss(kind, tmp_path):
     examples = encode(
         text_rows(12), task=TASK, tokenizer=TOKENIZER, max_length=32, decoder_start=open_backbone(source).decoder_start
     ).examples
-    batches = Batches(examples, task=TASK, batch_size=4, accumulate=3, seed=0, max_length=32, pad_id=0)
+    batches = TrainingDataLoader(examples, task=TASK, batch_size=4, accumulate=3, seed=0, max_length=32, pad_id=0)
     micros, count = batches.at(0), batches.supervised(0)
 
     theirs = torch.zeros(())

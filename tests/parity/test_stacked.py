@@ -14,7 +14,7 @@ from flatshift.experiments.studies.cell import cell_of, run_cell
 from flatshift.experiments.studies.stack import run_stack
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Record, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.models.fingerprint import checksum
 from flatshift.finetune.models.load import load_backbone
@@ -71,7 +71,7 @@ class Made:
         return {
             "name": "s",
             "task": task,
-            "batches": Batches(
+            "batches": TrainingDataLoader(
                 examples, task=task, batch_size=self.rows, accumulate=self.accumulate, seed=self.seed, max_length=24,
                 pad_id=0,
             ),

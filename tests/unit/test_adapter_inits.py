@@ -15,7 +15,7 @@ from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import LanguageModel
 from tests.adapter_models import logits_of, move, plain_peft
 from tests.finetune_models import save_backbone
@@ -242,7 +242,7 @@ def test_data_is_needed_and_an_initial_adapter_must_be_one(sources, tmp_path):
 )
 def test_what_goes_with_what(adapter, mesh, train, message):
     with pytest.raises(UserError, match=message):
-        check_settings(Settings(mesh, train, adapter, LM))
+        check_settings(RuleSettings(mesh, train, adapter, LM))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.anatomy import position_limit
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel
 from flatshift.regularizers import GGPO, RegularizerError, build
@@ -92,9 +92,9 @@ def test_they_learn_and_a_resumed_run_ends_with_the_same_bits(sources, tmp_path)
 def test_what_they_do_not_go_with(sources):
     for task, message in ((LanguageModel(), "needs task.pack: false"), (Completion(), "needs task.pack: false")):
         with pytest.raises(UserError, match=message):
-            check_settings(Settings(Mesh(), Train(), FIVE, task))
+            check_settings(RuleSettings(Mesh(), Train(), FIVE, task))
     with pytest.raises(UserError, match="needs one rank"):
-        check_settings(Settings(Mesh(dp=2), Train(), FIVE, LM))
+        check_settings(RuleSettings(Mesh(dp=2), Train(), FIVE, LM))
     with pytest.raises(ValueError, match="dora is a setting of LoRA"):
         Adapter(soft_tokens=5, dora=True)
     backbone = load_backbone(sources["llama"], task=LM)

@@ -10,7 +10,7 @@ from flatshift.finetune.config import Adapter, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import Classify
 from flatshift.finetune.train.optimizer import AdapterOptimizer
 from tests.finetune_models import save_backbone
@@ -74,7 +74,7 @@ def test_pissa_survives_our_file_and_pefts_loader(source, tmp_path):
 
 def test_pissa_is_refused_on_a_mesh():
     with pytest.raises(UserError, match=r"adapter\.init other than default needs one rank"):
-        check_settings(Settings(Mesh(dp=2), Train(), PISSA, CLS))
+        check_settings(RuleSettings(Mesh(dp=2), Train(), PISSA, CLS))
 
 
 def parameters():

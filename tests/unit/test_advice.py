@@ -13,7 +13,7 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.adapters.adapter import trainable
 from flatshift.finetune.config import Optimizer
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.planner.capacity import Capacity, bits_each
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Preference, Regress
@@ -57,7 +57,7 @@ def test_capacity_counted_by_hand():
 @pytest.mark.parametrize("mixture", [None, MIXTURE])
 def test_labels_of_a_run_are_counted_once(task, mixture):
     examples = encode(text_rows(sum(SIZES)), task=task, tokenizer=byte_tokenizer(), max_length=48).examples
-    batches = Batches(examples, task=task, batch_size=4, seed=5, max_length=48, pad_id=0, mixture=mixture)
+    batches = TrainingDataLoader(examples, task=task, batch_size=4, seed=5, max_length=48, pad_id=0, mixture=mixture)
     counts = np.array([1 if task.is_sequence_level else sum(label != -100 for label in e.labels) for e in examples])
     assert batches.labels(10_000) == counts.sum()
     ends = np.cumsum(SIZES if mixture else [sum(SIZES)])

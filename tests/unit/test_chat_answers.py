@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from flatshift.finetune.data.chat.answers import AssistantSpans, Sample
+from flatshift.finetune.data.chat.answers import AssistantSpans, RenderedConversation
 from flatshift.finetune.data.chat.conversation import read_conversation
 from flatshift.finetune.data.chat.template import ChatTemplate
 from flatshift.finetune.data.chat.tokens import TokenMap
@@ -222,13 +222,13 @@ def test_an_edge_inside_a_token_is_tokenised_in_pieces():
     assert len(tokenizer("assistant: answer")["input_ids"]) < len(tokenizer("assistant: ")["input_ids"]) + 6
     tokens = TokenMap(tokenizer)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
-    (inside,) = tokens.samples([Sample(text, ((at, at + len("answer<eos>")),), at)])
+    (inside,) = tokens.samples([RenderedConversation(text, ((at, at + len("answer<eos>")),), at)])
     assert inside.cut and inside.ids != whole
     assert inside.ids[: inside.last] == tokenizer(text[:at])["input_ids"]
     assert tokenizer.decode(inside.ids) == text
     on = [token for token, yes in zip(inside.ids, inside.supervised, strict=True) if yes]
     assert tokenizer.decode(on) == "answer<eos>" and sum(inside.sizes) == len(text) - len("<eos>")
-    (clean,) = tokens.samples([Sample(text, ((at - len(": "), at + len("answer<eos>")),), at - 2)])
+    (clean,) = tokens.samples([RenderedConversation(text, ((at - len(": "), at + len("answer<eos>")),), at - 2)])
     assert not clean.cut and clean.ids == whole
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from flatshift.finetune.config import Evaluate
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
@@ -108,7 +108,7 @@ def test_an_end_of_turn_in_ordinary_tokens_cannot_be_generated(tmp_path):
 
 def test_the_panel_marks_every_answer():
     found = encoded([row(0, **CONVERSATIONS["system"]), row(1, **CONVERSATIONS["single"])], max_length=128).examples
-    batches = Batches(found, task=PLAIN, batch_size=1, seed=0, max_length=128, pad_id=0)
+    batches = TrainingDataLoader(found, task=PLAIN, batch_size=1, seed=0, max_length=128, pad_id=0)
     assert batches.packed
     panel = first_batch_panel(batches.at(0)[0], TOKENIZER, PLAIN)
     assert "Who wrote Faust?\n     Assistant:⟦ Goethe.<eos>⟧\n     User: When?\n     Assistant:⟦ 1808.<eos>⟧" in panel

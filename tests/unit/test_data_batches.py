@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatshift.finetune.data.batches import Batches, pack_order
+from flatshift.finetune.data.batches import TrainingDataLoader, pack_order
 from flatshift.finetune.data.encoding import IGNORE, encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.example import Example
@@ -20,10 +20,10 @@ from tests.data_models import bert_tokenizer, byte_tokenizer, row, text_rows
 TOKENIZER = byte_tokenizer()
 
 
-def made(task, count=37, max_length=48, **options) -> Batches:
+def made(task, count=37, max_length=48, **options) -> TrainingDataLoader:
     examples = encode(text_rows(count), task=task, tokenizer=TOKENIZER, max_length=max_length).examples
     settings = {"batch_size": 4, "accumulate": 2, "seed": 5, "max_length": max_length, "pad_id": 0, **options}
-    return Batches(examples, task=task, **settings)
+    return TrainingDataLoader(examples, task=task, **settings)
 
 
 TASKS = [LanguageModel(pack=False), LanguageModel(pack=True), Completion(pack=True), Classify()]
@@ -73,7 +73,7 @@ def test_unpacked_rows_are_the_examples_padded_on_the_right():
     task = Completion(pack=False)
     rows = text_rows(9)
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=48).examples
-    batches = Batches(examples, task=task, batch_size=4, seed=0, max_length=48, pad_id=0)
+    batches = TrainingDataLoader(examples, task=task, batch_size=4, seed=0, max_length=48, pad_id=0)
     for micro in batches.at(0) + batches.at(1):
         for r, (i,) in enumerate(micro.rows):
             n = len(examples[i].input_ids)
@@ -134,20 +134,20 @@ def test_what_cannot_be_batched():
     good = Example([1, 2, 3], [IGNORE, 2, 3], "a", "rows.jsonl:1")
     settings = {"task": LanguageModel(), "batch_size": 1, "seed": 0, "max_length": 3, "pad_id": 0}
     with pytest.raises(UserError, match="no training examples"):
-        Batches([], **settings)
+        TrainingDataLoader([], **settings)
     with pytest.raises(UserError, match=r"rows\.jsonl:2: this sample has no supervised token"):
-        Batches([good, Example([1, 2], [IGNORE, IGNORE], "b", "rows.jsonl:2")], **settings)
+        TrainingDataLoader([good, Example([1, 2], [IGNORE, IGNORE], "b", "rows.jsonl:2")], **settings)
     with pytest.raises(UserError, match=r"rows\.jsonl:1: 3 tokens do not fit train\.max_length 2"):
-        Batches([good], **{**settings, "max_length": 2})
+        TrainingDataLoader([good], **{**settings, "max_length": 2})
     with pytest.raises(UserError, match=r"train\.batch_size: 0"):
-        Batches([good], **{**settings, "batch_size": 0})
+        TrainingDataLoader([good], **{**settings, "batch_size": 0})
 
 
 def test_panel_marks_exactly_the_supervised_tokens():
     task = Completion(prompt="{text} =>", completion=" {label}", pack=True)
     rows = [row(0, text="größe", label="good"), row(1, text="the 🙂", label="bad")]
     examples = encode(rows, task=task, tokenizer=TOKENIZER, max_length=64).examples
-    micro = Batches(examples, task=task, batch_size=1, seed=0, max_length=64, pad_id=0).at(0)[0]
+    micro = TrainingDataLoader(examples, task=task, batch_size=1, seed=0, max_length=64, pad_id=0).at(0)[0]
     assert micro.samples == 2
     panel = first_batch_panel(micro, TOKENIZER, task)
     assert "<bos>größe =>⟦ good<eos>⟧" in panel and "<bos>the 🙂 =>⟦ bad<eos>⟧" in panel

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flatshift.finetune import cache_directory
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import _KNOWN, Examples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -88,7 +88,7 @@ def test_batches_from_disk_are_those_from_memory(kind, tmp_path):
     plain = encoded(kind)
     held = write(plain, tmp_path)
     settings = {"task": KINDS[kind], "batch_size": 4, "seed": 1, "max_length": 48, "pad_id": 0}
-    one, other = Batches(plain, **settings), Batches(held, **settings)
+    one, other = TrainingDataLoader(plain, **settings), TrainingDataLoader(held, **settings)
     pairs = [pair for step in range(8) for pair in zip(one.at(step), other.at(step), strict=True)]
     part = held.take(np.arange(9, 39)[::-1])
     judged = EvalBatching(8, 0)

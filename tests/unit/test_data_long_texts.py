@@ -13,7 +13,7 @@ from flatshift.finetune.data import encoding
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Seq2Seq
-from flatshift.finetune.tasks.objective import Objective
+from flatshift.finetune.tasks.objective import BaseTask
 
 LENGTH = 16
 _DIGITS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
@@ -109,7 +109,7 @@ def rows_of(other: str = "short") -> list[Row]:
     return rows
 
 
-TASKS: dict[str, tuple[Objective, dict[str, Any]]] = {
+TASKS: dict[str, tuple[BaseTask, dict[str, Any]]] = {
     "language model": (LanguageModel(), {}),
     "language model, left": (LanguageModel(), {"truncation": "left"}),
     "masked": (MaskedLM(), {}),
@@ -141,13 +141,13 @@ def test_what_is_kept_is_that_of_the_whole(tokenizer: PreTrainedTokenizerFast, n
 def test_little_of_a_long_text_is_tokenised(monkeypatch) -> None:
     tokenizer = TOKENIZERS["GPT-2's"]()
     sizes = []
-    tokens = encoding.Encoder.tokens
+    tokens = encoding.RowEncoder.tokens
 
     def counted(self: Any, given: list[str]) -> Any:
         sizes.extend(map(len, given))
         return tokens(self, given)
 
-    monkeypatch.setattr(encoding.Encoder, "tokens", counted)
+    monkeypatch.setattr(encoding.RowEncoder, "tokens", counted)
     row = Row({"text": "some words of it " * 400_000}, "a", "rows:1")
     found = encode([row], task=LanguageModel(), tokenizer=tokenizer, max_length=LENGTH)
     assert found.truncated == 1 and sum(sizes) < 7 * (1 << 14)

@@ -9,7 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.mixture import Epochs, Mixed, Mixture, Proportions
 from flatshift.finetune.errors import UserError
@@ -114,10 +114,10 @@ def test_epochs_are_the_permutations_one_behind_another():
 TASKS = [LanguageModel(pack=False), LanguageModel(pack=True), Completion(pack=True), Classify()]
 
 
-def batches(task, *, group=None, mixture=MIXTURE, share=(0, 1), batch_size=4, count=37, seed=5) -> Batches:
+def batches(task, *, group=None, mixture=MIXTURE, share=(0, 1), batch_size=4, count=37, seed=5) -> TrainingDataLoader:
     examples = encode(text_rows(count), task=task, tokenizer=TOKENIZER, max_length=48).examples
     settings = {"batch_size": batch_size, "accumulate": 2, "seed": seed, "max_length": 48, "pad_id": 0, "share": share}
-    return Batches(examples, task=task, mixture=mixture, group=group, **settings)
+    return TrainingDataLoader(examples, task=task, mixture=mixture, group=group, **settings)
 
 
 @pytest.mark.parametrize("task", TASKS, ids=repr)
@@ -172,7 +172,7 @@ def test_length_groups_save_padding_and_lose_no_sample():
         [len(e.input_ids) for e in encode(text_rows(400), task=task, tokenizer=TOKENIZER, max_length=48).examples]
     )
 
-    def naive_padding(made: Batches, steps: int) -> float:
+    def naive_padding(made: TrainingDataLoader, steps: int) -> float:
         micros = [micro for step in range(steps) for micro in made.rows_at(step)]
         widths = [max(lengths[i] for (i,) in micro) * len(micro) for micro in micros]
         return 1 - sum(lengths[i] for micro in micros for (i,) in micro) / sum(widths)

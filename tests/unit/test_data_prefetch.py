@@ -10,7 +10,7 @@ import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.models.load import load_backbone
@@ -58,7 +58,7 @@ def batches_of(task, **options):
     examples = encode(text_rows(37), task=task, tokenizer=tokenizer, max_length=48).examples
     masking = Masking.of(task, tokenizer) if isinstance(task, MaskedLM) else None
     settings = {"batch_size": 4, "accumulate": 2, "seed": 5, "max_length": 48, "pad_id": 0, "masking": masking}
-    return Batches(examples, task=task, **{**settings, **options})
+    return TrainingDataLoader(examples, task=task, **{**settings, **options})
 
 
 def no_thread_left():

@@ -16,7 +16,7 @@ from flatshift.experiments.recipe import from_override, load_recipe, recipe_key,
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.studies.cell import cell_of
 from flatshift.experiments.workflows.run_parts import recipe_inputs
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import Examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.files import describe
@@ -286,9 +286,9 @@ def test_relative_sources_become_absolute_and_where_things_are_kept_names_no_res
         resume_recipe(path, [from_override("data.train.sources.code.weight", "2")])
 
 
-def batches_of(prepared, recipe) -> Batches:
+def batches_of(prepared, recipe) -> TrainingDataLoader:
     settings = {"batch_size": 4, "seed": 0, "max_length": 48, "pad_id": 0}
-    return Batches(prepared.train, task=recipe.task, mixture=prepared.mixture, **settings)
+    return TrainingDataLoader(prepared.train, task=recipe.task, mixture=prepared.mixture, **settings)
 
 
 def test_how_far_the_sources_go_is_told_and_a_strict_one_refused(folder):

@@ -13,7 +13,7 @@ from flatshift.experiments.data.sources import mixture_record, supply, supply_li
 from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
 from flatshift.finetune.config import Source, TrainFiles
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.mixture import Mixed, Mixture, Proportions, TokenProportions
 from flatshift.finetune.errors import UserError
@@ -100,9 +100,9 @@ def examples_of(task):
     return encode(rows, task=task, tokenizer=TOKENIZER, max_length=64).examples
 
 
-def batches(task, **more) -> Batches:
+def batches(task, **more) -> TrainingDataLoader:
     how = {"batch_size": 4, "accumulate": 2, "seed": 5, "max_length": 64, "pad_id": 0, "mixture": MIXTURE}
-    return Batches(examples_of(task), task=task, **{**how, **more})
+    return TrainingDataLoader(examples_of(task), task=task, **{**how, **more})
 
 
 def test_each_source_goes_through_its_own_epochs_as_without():
@@ -207,7 +207,7 @@ def test_a_recipe_says_so_and_only_then_is_it_another_run(tmp_path):
     assert recipe_key(plain, []) == recipe_key(rows, []) != recipe_key(tokens, [])
     prepared = prepare(tokens)
     assert prepare(plain).mixture.weigh == "rows" and prepared.mixture.weigh == "tokens"
-    made = Batches(
+    made = TrainingDataLoader(
         prepared.train, task=tokens.task, batch_size=4, seed=0, max_length=48, pad_id=0, mixture=prepared.mixture
     )
     told = supply(made, prepared.mixture, 6)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flatshift.finetune.config import Projector
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -42,7 +42,7 @@ def test_batches_have_each_rows_own_vectors(task, tmp_path):
             for micro in EvalBatching(3, 0).batches(part, task):
                 index = [list(places)[i] for (i,) in micro.rows]
                 assert np.array_equal(micro.inputs["features"].numpy(), values[index])
-    batches = Batches(examples, task=task, batch_size=4, seed=0, max_length=32, pad_id=0)
+    batches = TrainingDataLoader(examples, task=task, batch_size=4, seed=0, max_length=32, pad_id=0)
     for step in range(3):
         (micro,) = batches.at(step)
         assert micro.inputs["features"].dtype.is_floating_point and micro.inputs["features"].shape == (4, 2, 3)

@@ -12,7 +12,7 @@ from flatshift.finetune.compute import attention
 from flatshift.finetune.compute.attention import NAME, as_mask, starts, without_starts
 from flatshift.finetune.compute.loss import batch_loss
 from flatshift.finetune.config import Adapter, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate import packing_check
@@ -76,7 +76,7 @@ def engine_of(kind="llama", **overrides):
 def batches_of(task, **options):
     examples = encode(text_rows(40), task=task, tokenizer=BYTES, max_length=64).examples
     settings = {"batch_size": 3, "accumulate": 2, "seed": 0, "max_length": 64, "pad_id": 0}
-    return Batches(examples, task=task, **{**settings, **options})
+    return TrainingDataLoader(examples, task=task, **{**settings, **options})
 
 
 def gradients(engine, micros, task):

@@ -20,7 +20,7 @@ from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import out_of_memory
 from flatshift.finetune.train.loop import TrainingStage, train_stage
-from flatshift.finetune.train.out_of_memory import Measured, asked_for, changes
+from flatshift.finetune.train.out_of_memory import MemoryAtFailure, asked_for, changes
 from flatshift.regularizers import BAR, GGPO, LoraSAM, Plain, build
 from tests.cli.test_train_contract import SMALL, flags
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
@@ -90,7 +90,7 @@ def test_the_message_has_plan_measure_and_two_changes(tmp_path, source, monkeypa
     monkeypatch.setattr(
         out_of_memory,
         "measure",
-        lambda device: seen.append(device) or Measured("cuda:0", 77 * GIB, 78 * GIB, 80 * GIB, others=GIB),
+        lambda device: seen.append(device) or MemoryAtFailure("cuda:0", 77 * GIB, 78 * GIB, 80 * GIB, others=GIB),
     )
     engine = engine_of(source)
     engine.breaks_in, engine.error = 4, error

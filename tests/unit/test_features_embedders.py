@@ -251,7 +251,7 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     from flatshift.finetune.data.rows import Row
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import hidden_state_encoder
-    from flatshift.selection.config import Encoder
+    from flatshift.selection.config import EncoderEmbedder
 
     root = layout(tmp_path / "s", "Transformer", "Pooling")
     backbone = open_backbone("flatshift-5m").directory
@@ -261,7 +261,7 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     target = Records([Row({"text": text}, str(i), "") for i, text in enumerate(texts)], [], 3)
 
     def vectors(**more):
-        spec = Select(embedder=Encoder(path=str(root), **more), cache=str(tmp_path / "cache"))
+        spec = Select(embedder=EncoderEmbedder(path=str(root), **more), cache=str(tmp_path / "cache"))
         pool: Any = None  # only the target's side is asked for
         return Vectors(Recipe(select=spec), pool, target, None, tmp_path, Console(quiet=True)).target()
 
@@ -275,6 +275,6 @@ def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
 
 def test_every_embedder_of_a_recipe_has_its_entry():
     from flatshift.experiments.select.embedding import _EMBEDDERS
-    from flatshift.selection.config import Embedder, Features
+    from flatshift.selection.config import Embedder, PrecomputedFeatures
 
-    assert {*_EMBEDDERS, Features} == set(get_args(Embedder))
+    assert {*_EMBEDDERS, PrecomputedFeatures} == set(get_args(Embedder))

@@ -13,7 +13,7 @@ from flatshift.selection.hygiene import (
     Decontaminate,
     Hygiene,
     Language,
-    Length,
+    LengthFilter,
     Listed,
     NearDuplicates,
     Reference,
@@ -23,7 +23,7 @@ from flatshift.selection.hygiene import (
 from flatshift.selection.hygiene.store import Growing
 
 EVERY_STEP = Hygiene(
-    length=Length(min_words=3),
+    length=LengthFilter(min_words=3),
     language=Language(),
     repetition=Repetition(min_words=10),
     exact=True,
@@ -197,8 +197,8 @@ def test_texts_that_cannot_be_read_again() -> None:
         (lambda: Decontaminate(shortest=14), "shortest must be ≤ ngram 13, got 14"),
         (lambda: Decontaminate(common=1), "common must be ≥ 2"),
         (lambda: Decontaminate(margin=-1), "margin must be ≥ 0"),
-        (lambda: Length(max_chars=5, min_chars=6), "max_chars must be ≥ min_chars 6, got 5"),
-        (lambda: Length(max_words=5, min_words=6), "max_words must be ≥ min_words 6, got 5"),
+        (lambda: LengthFilter(max_chars=5, min_chars=6), "max_chars must be ≥ min_chars 6, got 5"),
+        (lambda: LengthFilter(max_words=5, min_words=6), "max_words must be ≥ min_words 6, got 5"),
         (lambda: Hygiene(memory_gib=0.1), "memory_gib must be ≥ 0.25, got 0.1"),
         (lambda: Language(keep=()), "keep must name at least one"),
         (lambda: Language(keep=("english",)), "keep must hold codes out of en, de, .* got 'english'"),
@@ -229,7 +229,7 @@ def test_what_another_tool_listed_goes_first_and_with_its_reason(limit: int, mon
     assert [entries[number][0] for number in listed.unknown] == [
         name for name, _, _ in entries if name in ("elsewhere", "r7")
     ]
-    cleaned = clean(texts, Hygiene(drops=("answer.csv",), length=Length(), exact=True), listed=listed)
+    cleaned = clean(texts, Hygiene(drops=("answer.csv",), length=LengthFilter(), exact=True), listed=listed)
     drops = list(cleaned.drops(names))
     told = [
         {

@@ -12,7 +12,7 @@ import pytest
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.hygiene import NearDuplicates as Settings
 from flatshift.selection.hygiene import duplicate_clusters, duplicates
-from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicates, normalise
+from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise
 from flatshift.selection.hygiene.minhash import MinHasher, bands_for
 from flatshift.selection.hygiene.shingles import Shingler
 from flatshift.selection.hygiene.store import Growing
@@ -62,8 +62,8 @@ def components(sets: Sequence[set], threshold: float) -> list[int]:
 
 def find(
     texts: Sequence[str], settings: Settings, *, batch: int = 50, alive: np.ndarray | None = None
-) -> tuple[NearDuplicates, np.ndarray, np.ndarray]:
-    finder = NearDuplicates(settings, seed=1, memory=1 << 26)
+) -> tuple[NearDuplicateGroups, np.ndarray, np.ndarray]:
+    finder = NearDuplicateGroups(settings, seed=1, memory=1 << 26)
     batches = [texts[low : low + batch] for low in range(0, len(texts), batch)]
     for some in batches:
         finder.sign(some)

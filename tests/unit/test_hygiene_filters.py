@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from flatshift.selection.hygiene import Language, Length, Repetition
+from flatshift.selection.hygiene import Language, LengthFilter, Repetition
 from flatshift.selection.hygiene import filters as module
 from flatshift.selection.hygiene.filters import KNOWN, by_language, by_length, by_repetition, detect, shares
 
@@ -40,14 +40,16 @@ SENTENCES = {
 
 def test_length_counts_characters_without_outer_blanks_and_words() -> None:
     texts = ["", "  \n", "one", "  one two ", "one two three four", "x" * 30]
-    broken = {rule: bad.tolist() for rule, bad, _ in by_length(texts, Length(min_chars=4, max_chars=20, max_words=3))}
+    broken = {
+        rule: bad.tolist() for rule, bad, _ in by_length(texts, LengthFilter(min_chars=4, max_chars=20, max_words=3))
+    }
     assert broken == {
         "fewer than 4 characters": [True, True, True, False, False, False],
         "more than 20 characters": [False, False, False, False, False, True],
         "fewer than 0 words": [False] * 6,
         "more than 3 words": [False, False, False, False, True, False],
     }
-    ((rule, bad, figure),) = by_length(texts, Length())
+    ((rule, bad, figure),) = by_length(texts, LengthFilter())
     assert rule == "fewer than 1 characters" and bad.tolist() == [True, True] + [False] * 4
     assert figure.tolist() == [0, 0, 3, 7, 18, 30]
 

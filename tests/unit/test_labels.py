@@ -10,7 +10,7 @@ import torch
 
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.labels import (
     OutputLayer,
@@ -95,7 +95,7 @@ def test_rows_of_several_classes_are_encoded_batched_and_shown():
     assert encoded.label_names == CLASSES
     for made, given in zip(encoded.examples, rows, strict=True):
         assert made.labels == tuple(int(name in given.values["label"]) for name in CLASSES)
-    batches = Batches(encoded.examples, task=MULTI, batch_size=4, seed=0, max_length=64, pad_id=0)
+    batches = TrainingDataLoader(encoded.examples, task=MULTI, batch_size=4, seed=0, max_length=64, pad_id=0)
     (micro,) = batches.at(0)
     assert micro.labels.dtype == torch.float32 and micro.labels.shape == (4, 3) and micro.supervised == 4
     for (index,), labels in zip(micro.rows, micro.labels.tolist(), strict=True):
@@ -181,7 +181,7 @@ def test_targets_are_seen_standardised_and_shown_as_they_are():
     units = units_of([r.values["label"] for r in rows], OutputLayer("head", True))
     encoded = encode(rows, task=NUMBER, tokenizer=byte_tokenizer(), max_length=64, units=units)
     assert encoded.label_names is None
-    batches = Batches(encoded.examples, task=NUMBER, batch_size=8, seed=0, max_length=64, pad_id=0)
+    batches = TrainingDataLoader(encoded.examples, task=NUMBER, batch_size=8, seed=0, max_length=64, pad_id=0)
     (micro,) = batches.at(0)
     targets = np.array([rows[i].values["label"] for (i,) in micro.rows])
     assert np.allclose(micro.labels.numpy(), (targets - np.mean(targets)) / np.std(targets), atol=1e-6)

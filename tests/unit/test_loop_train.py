@@ -12,7 +12,7 @@ import torch
 from flatshift.finetune.adapters.adapter import attach_adapter, read_adapter, trainable
 from flatshift.finetune.compute.numerics import uses_dropout
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.models.anatomy import position_limit
@@ -147,7 +147,7 @@ def test_classification_learns_and_reports_accuracy(kind, sources, tmp_path):
         for i in range(8)
         for label in (0, 1)
     ]
-    batches = Batches(rows, task=task, batch_size=8, accumulate=1, seed=0, max_length=8, pad_id=0)
+    batches = TrainingDataLoader(rows, task=task, batch_size=8, accumulate=1, seed=0, max_length=8, pad_id=0)
     model = model_of(sources[kind], task=task)
     run = RunDirectory.create(tmp_path / "run")
     result = fit(model, run, steps=40, task=task, batches=batches, dev=rows, eval_every=10)
@@ -273,7 +273,7 @@ def test_rows_longer_than_the_learned_positions_are_refused(sources, tmp_path):
     model = model_of(sources["gpt2-dropout"])
     common = {"task": LM, "batch_size": 1, "seed": 0, "pad_id": 0}
     for length, fits in ((64, True), (65, False)):
-        batches = Batches(examples(), max_length=length, **common)
+        batches = TrainingDataLoader(examples(), max_length=length, **common)
         run = RunDirectory.create(tmp_path / str(length))
         if fits:
             assert fit(model, run, steps=1, batches=batches).steps == 1
@@ -334,7 +334,7 @@ def test_classification_keeps_the_most_accurate_or_the_least_surprised(best, sou
         Example([5, 9 + i % 2, 6, 7], int(torch.randint(2, (1,), generator=generator)) if i % 2 else 0, f"d{i}", "f:1")
         for i in range(24)
     ]
-    batches = Batches(rows, task=task, batch_size=8, accumulate=1, seed=0, max_length=8, pad_id=0)
+    batches = TrainingDataLoader(rows, task=task, batch_size=8, accumulate=1, seed=0, max_length=8, pad_id=0)
     run = RunDirectory.create(tmp_path / "run")
     result = fit(
         model_of(sources["llama"], task=task),

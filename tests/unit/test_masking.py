@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, save_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.masking import SPECIAL, Masking, unmasked
@@ -39,7 +39,7 @@ def encoded(rows, task=TASK, max_length=64):
 
 def batches_of(examples, task=TASK, **settings):
     how = {"batch_size": 4, "seed": 0, "max_length": 64, "pad_id": 0, **settings}
-    return Batches(examples, task=task, masking=Masking.of(task, TOKENIZER), **how)
+    return TrainingDataLoader(examples, task=task, masking=Masking.of(task, TOKENIZER), **how)
 
 
 def own(example):
@@ -147,7 +147,7 @@ def test_a_data_rank_sees_its_part_of_the_same_masks():
 def test_masks_are_needed_here_and_nowhere_else():
     examples = encoded(text_rows(4, words=(5, 9)))
     with pytest.raises(ValueError, match="masking"):
-        Batches(examples, task=TASK, batch_size=2, seed=0, max_length=64, pad_id=0)
+        TrainingDataLoader(examples, task=TASK, batch_size=2, seed=0, max_length=64, pad_id=0)
     assert "tokens supervised" in first_batch_panel(batches_of(examples).at(0)[0], TOKENIZER, TASK)
 
 

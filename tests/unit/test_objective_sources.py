@@ -11,7 +11,7 @@ import torch
 from flatshift.experiments.data import encode as tokens
 from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import Examples
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.labels import Units, units_of
@@ -94,7 +94,7 @@ def test_several_classes_and_targets_are_batched_as_floats(recipe_of):
     for kind in ("several", "numbers"):
         prepared = prepare(recipe_of(kind, **{"data.cache": "null"}))
         how = {"batch_size": 4, "seed": 0, "max_length": 48, "pad_id": 0, "mixture": prepared.mixture}
-        batches = Batches(prepared.train, task=TASKS[kind], group="length", **how)
+        batches = TrainingDataLoader(prepared.train, task=TASKS[kind], group="length", **how)
         for step in range(3):
             (micro,) = batches.at(step)
             assert micro.labels.dtype == torch.float32 and micro.supervised == batches.supervised(step) == 4
@@ -108,7 +108,7 @@ def test_masks_of_a_mixture_follow_each_sources_epochs(recipe_of):
     prepared = prepare(recipe_of("hidden", **{"data.cache": "null"}))
     masking = Masking.of(TASKS["hidden"], TOKENIZER)
     how = {"batch_size": 4, "seed": 3, "max_length": 48, "pad_id": 0, "mixture": prepared.mixture, "masking": masking}
-    batches = Batches(prepared.train, task=TASKS["hidden"], group="length", **how)
+    batches = TrainingDataLoader(prepared.train, task=TASKS["hidden"], group="length", **how)
     seen: set[tuple[int, int]] = set()
     for step in range(40):
         (micro,) = batches.at(step)

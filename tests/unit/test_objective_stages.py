@@ -13,7 +13,7 @@ from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.studies.stack import stackable
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.labels import Units
@@ -56,7 +56,7 @@ def examples_of(task, count=24, seed=0):
 
 def batches_of(task, *, seed=0, rows=4, accumulate=2):
     masking = Masking.of(task, TOKENIZER) if isinstance(task, MaskedLM) else None
-    return Batches(
+    return TrainingDataLoader(
         examples_of(task, seed=seed), task=task, batch_size=rows, accumulate=accumulate, seed=seed, max_length=64,
         pad_id=0, masking=masking,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from flatshift.finetune.planner.auto_mesh import resolve
 from flatshift.finetune.planner.devices import Devices, visible
 from flatshift.finetune.planner.footprint import Sizes, footprint
 from flatshift.finetune.planner.layouts import AXES
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.throughput import Constants
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.regularizers.config import SAM, Plain
@@ -77,7 +77,7 @@ def pick(backbone: Path, *, mesh: Mesh | None = None, adapter: Adapter = LORA, *
     settings = {"adapter": adapter, "train": train, "task": LanguageModel(), "regularizer": regularizer}
     chosen, reasons = resolve(asked, backbone=backbone, **settings, **more)
     assert not chosen.auto
-    check_settings(Settings(chosen, **settings))
+    check_settings(RuleSettings(chosen, **settings))
     return {axis: getattr(chosen, axis) for axis in AXES if getattr(chosen, axis) > 1}, "\n".join(reasons)
 
 

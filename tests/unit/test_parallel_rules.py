@@ -8,7 +8,7 @@ import pytest
 
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Train
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.planner.rules import REQUIRES, RULES, Settings, check_settings
+from flatshift.finetune.planner.rules import REQUIRES, RULES, RuleSettings, check_settings
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from flatshift.regularizers.config import GGPO, SAM, BiLora, NEFTune, Plain
 
@@ -199,7 +199,7 @@ CASES: dict[tuple[str, str], tuple[dict, dict]] = {
 }
 
 
-def settings(changes: dict) -> Settings:
+def settings(changes: dict) -> RuleSettings:
     """A recipe's parts with some fields changed."""
     left = dict(changes)
     task = left.pop("task", LanguageModel())
@@ -210,7 +210,7 @@ def settings(changes: dict) -> Settings:
         own = {field.name for field in dataclasses.fields(component)} & left.keys()
         parts[name] = dataclasses.replace(component, **{key: left.pop(key) for key in own})
     assert not left
-    return Settings(task=task, regularizer=regularizer, **parts)
+    return RuleSettings(task=task, regularizer=regularizer, **parts)
 
 
 def test_every_rule_has_a_case() -> None:

@@ -19,8 +19,8 @@ from flatshift.finetune.planner import calibration
 from flatshift.finetune.planner.cluster import KNOWN, Cluster, read_sizes
 from flatshift.finetune.planner.footprint import Sizes, footprint
 from flatshift.finetune.planner.layouts import priced
-from flatshift.finetune.planner.rules import Settings
-from flatshift.finetune.planner.throughput import DEVICES, Constants, Work, seconds
+from flatshift.finetune.planner.rules import RuleSettings
+from flatshift.finetune.planner.throughput import DEVICES, Constants, StepLayout, seconds
 from flatshift.finetune.tasks import LanguageModel
 
 
@@ -105,8 +105,8 @@ def test_many_devices_and_the_lines_to_paste() -> None:
     assert 0.1 < best["mfu"] < 0.7 and sum(best["seconds"].values()) == pytest.approx(best["update_s"], rel=0.01)
 
 
-def _work(**changed: object) -> Work:
-    plain = Work(
+def _work(**changed: object) -> StepLayout:
+    plain = StepLayout(
         layers=32, hidden=4096, heads=32, products=12 * 4096**2, head=32000 * 4096, sequence=2048, rows=1, micro=8
     )
     return dataclasses.replace(plain, **changed)  # type: ignore[arg-type]
@@ -324,7 +324,7 @@ def test_experts_that_are_shared_out_are_not_gathered(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_MIXTRAL), encoding="utf-8")
     sizes, cluster = read_sizes(tmp_path, Adapter()), Cluster.parse("8xH100-80")
     train = Train(precision="bf16", batch_size=8, max_length=64)
-    settings = Settings(Mesh(dp=8), train, Adapter(), LanguageModel())
+    settings = RuleSettings(Mesh(dp=8), train, Adapter(), LanguageModel())
     whole, shared = (priced(settings, sizes, cluster, expert_parallel=number) for number in (1, 8))
     assert whole.needs.weights == shared.needs.weights
     block = max(sizes.blocks)

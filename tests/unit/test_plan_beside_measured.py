@@ -18,7 +18,7 @@ from flatshift.finetune.figures import predicted_vs_measured
 from flatshift.finetune.planner.cluster import Cluster, read_sizes
 from flatshift.finetune.planner.layouts import update_seconds
 from flatshift.finetune.planner.memory import MemoryPlan
-from flatshift.finetune.planner.rules import Settings
+from flatshift.finetune.planner.rules import RuleSettings
 from flatshift.finetune.planner.throughput import device_named
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import peak_memory
@@ -143,11 +143,11 @@ def test_devices_by_their_own_names(name, memory, row):
 
 def test_seconds_are_those_of_plan_or_nothing():
     sizes, cluster = read_sizes("llama-3.2-3b", Adapter()), Cluster.parse("1xH100-80")
-    settings = Settings(Mesh(), Train(precision="bf16", max_length=1024), Adapter(), LanguageModel())
+    settings = RuleSettings(Mesh(), Train(precision="bf16", max_length=1024), Adapter(), LanguageModel())
     assert update_seconds(sizes, cluster, settings) == pytest.approx(0.5, rel=0.9)
-    fp32 = Settings(Mesh(), Train(precision="fp32"), Adapter(), LanguageModel())
+    fp32 = RuleSettings(Mesh(), Train(precision="fp32"), Adapter(), LanguageModel())
     assert update_seconds(sizes, cluster, fp32) is None
-    long = Settings(Mesh(), Train(precision="bf16", max_length=10**6), Adapter(), LanguageModel())
+    long = RuleSettings(Mesh(), Train(precision="bf16", max_length=10**6), Adapter(), LanguageModel())
     assert update_seconds(sizes, cluster, long) is None
 
 

@@ -13,13 +13,13 @@ import torch
 from flatshift.experiments.recipe import from_override, load_recipe, recipe_key
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.finetune.compute import matmul_rate, precision
-from flatshift.finetune.compute.matmul_rate import Rates, Shape, cpu_rates, measure_rates, peak_rate
+from flatshift.finetune.compute.matmul_rate import MatmulShape, Rates, cpu_rates, measure_rates, peak_rate
 from flatshift.finetune.compute.precision import Choice, choose, cuda_choice, faster
 from flatshift.finetune.config import Train
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 
-SHAPE = Shape.of(tokens=128, width=256, inner=688)
+SHAPE = MatmulShape.of(tokens=128, width=256, inner=688)
 ROOT = Path(__file__).resolve().parent.parent.parent
 CPU = torch.device("cpu")
 NARROW = Rates(fp32=6e10, bf16=2e11, rows=256, block=1.6)
@@ -164,7 +164,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(settings
     recipe = load_recipe("classify").recipe
     train = dataclasses.replace(recipe.train, **settings)
     with pytest.raises(ValueError, match=words):
-        check_settings(Settings(recipe.mesh, train, recipe.adapter, recipe.task))
+        check_settings(RuleSettings(recipe.mesh, train, recipe.adapter, recipe.task))
 
 
 def test_fp16_and_tf32_are_refused_on_a_cpu_that_auto_found():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.chat.template import template_text
 from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples
 from flatshift.finetune.data.encoding import encode
@@ -16,7 +16,7 @@ from flatshift.finetune.data.example import IGNORE
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.data.rows import Row, read_rows
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import KINDS, LanguageModel, Preference
 from tests.data_models import byte_tokenizer
 
@@ -201,8 +201,8 @@ def test_a_setting_that_would_do_nothing_is_refused(settings, says):
 )
 def test_what_leaves_no_reference_or_no_drift_is_a_rule(task, adapter, train, says):
     with pytest.raises(UserError, match=says):
-        check_settings(Settings(Mesh(), train, adapter, task))
-    check_settings(Settings(Mesh(), train, adapter, Preference(loss="simpo")))
+        check_settings(RuleSettings(Mesh(), train, adapter, task))
+    check_settings(RuleSettings(Mesh(), train, adapter, Preference(loss="simpo")))
 
 
 # ------------------------------------------------------------------------------------------------------------- batches
@@ -214,7 +214,7 @@ def test_mismatched_answers_are_the_same_on_any_cut_and_rank(tokenizer):
     examples = Examples.of(encode(rows, task=task, tokenizer=tokenizer, max_length=50).examples)
 
     def drawn(batch_size, accumulate, share=(0, 1)):
-        batches = Batches(
+        batches = TrainingDataLoader(
             examples, task=task, batch_size=batch_size, accumulate=accumulate, seed=3, max_length=50, pad_id=0,
             share=share,
         )  # fmt: skip
@@ -236,7 +236,7 @@ def test_mismatched_answers_are_the_same_on_any_cut_and_rank(tokenizer):
 def test_the_panel_marks_both_answers(tokenizer):
     row = Row({"prompt": SAID, "chosen": f" {GOOD}", "rejected": f" {BAD}"}, "0", "f:1")
     examples = encode([row], task=Preference(), tokenizer=tokenizer, max_length=200).examples
-    batches = Batches(examples, task=Preference(), batch_size=1, seed=0, max_length=200, pad_id=0)
+    batches = TrainingDataLoader(examples, task=Preference(), batch_size=1, seed=0, max_length=200, pad_id=0)
     lines = first_batch_panel(batches.at(0)[0], tokenizer, Preference()).splitlines()
     assert "supervised in 1 pairs" in lines[0]
     assert lines[1].endswith(f"+ <bos>{SAID}⟦ {GOOD}<eos>⟧") and lines[2].endswith(f"− <bos>{SAID}⟦ {BAD}<eos>⟧")

@@ -14,7 +14,7 @@ import yaml
 from flatshift.cli import run
 from flatshift.experiments.workflows.probes import read_probe
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.evaluate.probes import Probe, association, cooccurrence, sentences, shipped
+from flatshift.finetune.evaluate.probes import WordListProbe, association, cooccurrence, sentences, shipped
 from tests.data_models import write_jsonl
 
 LISTS: dict = {
@@ -26,10 +26,12 @@ LISTS: dict = {
 }
 
 
-def probe(**changed) -> Probe:
+def probe(**changed) -> WordListProbe:
     lists = {**LISTS, **changed}
     kinds = {k: {n: tuple(w) for n, w in lists[k].items()} for k in ("groups", "attributes")}
-    return Probe(**kinds, templates=tuple(lists["templates"]), prompts=tuple(lists["prompts"]), window=lists["window"])
+    return WordListProbe(
+        **kinds, templates=tuple(lists["templates"]), prompts=tuple(lists["prompts"]), window=lists["window"]
+    )
 
 
 def test_sentences_are_pairs():

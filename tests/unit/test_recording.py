@@ -21,7 +21,7 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, Seq2Seq
 from flatshift.finetune.train.optimizer import AdapterOptimizer
 from flatshift.finetune.train.trace.curvature import curvature_figures
-from flatshift.finetune.train.trace.examples import Flipped, Judged, per_example, split_figures
+from flatshift.finetune.train.trace.examples import ExampleScores, Flipped, per_example, split_figures
 from flatshift.finetune.train.trace.factors import AdaptedLayers, LayerFactors, adapter_figures, gradient_figures
 from flatshift.finetune.train.trace.files import recorded_steps, stability_threshold
 from flatshift.finetune.train.trace.recorder import Recording
@@ -83,7 +83,7 @@ def test_alpha_is_a_number_or_rank():
 
 
 def test_split_figures_of_classes_by_hand():
-    judged = Judged(
+    judged = ExampleScores(
         np.array([0.5, 1.0, 2.0, 0.1]), np.array([0, 1, 1, 0]), np.ones(4, dtype=int), np.array([2, 1, 0, 1])
     )
     flipped = Flipped(np.array([False, True, True, True]), np.array([2, 1, 2, 0]))
@@ -100,7 +100,7 @@ def test_split_figures_of_classes_by_hand():
 
 
 def test_split_figures_of_tokens_by_hand():
-    judged = Judged(np.array([4.0, 6.0]), np.array([1, 0]), np.array([3, 2]))
+    judged = ExampleScores(np.array([4.0, 6.0]), np.array([1, 0]), np.array([3, 2]))
     figures = split_figures("dev", judged)
     assert figures == {"dev.loss": 2.0, "dev.error": 0.2, "dev.exact_error": 0.5}
     noisy = split_figures("train", judged, Flipped(np.array([False, False])))

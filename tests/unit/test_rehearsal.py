@@ -24,7 +24,7 @@ from flatshift.finetune.compute import attention
 from flatshift.finetune.compute.capabilities import CPU, CUDA, H200, T4, capabilities, rehearsed
 from flatshift.finetune.compute.loss import batch_loss
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Spikes, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.mesh import ProcessMesh
@@ -356,7 +356,7 @@ def test_masks_of_what_the_host_knows_are_those_of_a_look(tmp_path):
         examples = cases.rows(task.kind if task is not LM else "completion", 14)
         for packed in (False, True) if task is LM else (False,):
             made = replace(task, pack=packed) if task is LM else task
-            batches = Batches(
+            batches = TrainingDataLoader(
                 examples,
                 task=made,
                 batch_size=3,
@@ -393,7 +393,7 @@ def test_the_mask_function_is_put_back_and_a_padded_causal_row_has_no_mask(llama
         causal = {"batch_size": 1, "q_length": 4, "kv_length": 4, "mask_function": causal_mask_function}
         causal["attention_mask"] = torch.tensor([[1, 1, 1, 0]]).bool()
         assert changed(**causal) is not None  # nothing is known of it: as transformers has it
-        token = attention._READ.set(attention.Rows(padded=True, positions=None))
+        token = attention._READ.set(attention.PackedRows(padded=True, positions=None))
         assert changed(**causal) is None
         attention._READ.reset(token)
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask
@@ -402,7 +402,7 @@ def test_the_mask_function_is_put_back_and_a_padded_causal_row_has_no_mask(llama
 def test_chosen_labels_are_those_of_the_mask_to_the_bit(llama):
     model = attach_adapter(load_backbone(llama, task=LM), Adapter(rank=4), task=LM, seed=0)
     for packed in (False, True):
-        batches = Batches(
+        batches = TrainingDataLoader(
             cases.rows("completion", 12),
             task=replace(LM, pack=packed),
             batch_size=3,
@@ -464,7 +464,7 @@ def test_torch_counts_the_same_on_a_device(tmp_path):
         return False
 
     model = attach_adapter(load_backbone(source, task=LM, device="cuda"), Adapter(rank=4), task=LM, seed=0)
-    batches = Batches(
+    batches = TrainingDataLoader(
         cases.rows("completion", 12), task=LM, batch_size=2, accumulate=2, seed=0, max_length=24, pad_id=0
     )
     with warnings.catch_warnings(record=True) as seen:

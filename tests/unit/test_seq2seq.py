@@ -14,7 +14,7 @@ from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
 from flatshift.finetune.data.panel import first_batch_panel
@@ -93,7 +93,7 @@ def test_an_empty_target_is_refused_or_skipped_and_the_start_token_is_needed():
 
 def test_batches_hold_both_sides_and_count_the_target():
     examples = encoded(text_rows(23)).examples
-    batches = Batches(examples, task=TASK, batch_size=4, accumulate=2, seed=0, max_length=64, pad_id=PAD)
+    batches = TrainingDataLoader(examples, task=TASK, batch_size=4, accumulate=2, seed=0, max_length=64, pad_id=PAD)
     assert not batches.packed
     for step in range(3):
         micros = batches.at(step)
@@ -107,7 +107,7 @@ def test_batches_hold_both_sides_and_count_the_target():
                 assert micro.labels[r, :m].tolist() == examples[index].labels
                 assert (micro.labels[r, m:] == -100).all() and (micro.inputs["decoder_input_ids"][r, m:] == PAD).all()
     with pytest.raises(UserError, match=r"do not fit train.max_length"):
-        Batches(
+        TrainingDataLoader(
             [replace(examples[0], labels=[5] * 70, decoder_ids=[0] * 70)],
             task=TASK, batch_size=1, seed=0, max_length=64, pad_id=PAD,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from flatshift.cli import run as flatshift
 from flatshift.experiments.report import build_report
 from flatshift.experiments.report.side_by_side import side_by_side
 from flatshift.experiments.results.listing import listing
-from flatshift.experiments.results.predictions import Judged, Predictions, differences
+from flatshift.experiments.results.predictions import Predictions, RunEvaluation, differences
 from flatshift.experiments.results.run import discover
 from flatshift.finetune.errors import UserError
 
@@ -80,7 +80,7 @@ def test_other_files_or_other_rows_are_not_paired(runs: list[Path], tmp_path: Pa
     elsewhere = discover([make_run(tmp_path / "w", ["x"] * 6, rank=4, data="w.jsonl")])[0].judged("test")
     assert not differences(elsewhere, one)["accuracy"].paired
     few = {"row": ["test.jsonl:0", "test.jsonl:9"], "label": ["x", "x"], "predicted": ["x", "y"]}
-    assert not differences(Judged(one.metrics, Predictions(pa.table(few)), one.digest), one)["accuracy"].paired
+    assert not differences(RunEvaluation(one.metrics, Predictions(pa.table(few)), one.digest), one)["accuracy"].paired
 
 
 def test_sums_over_counts_are_paired_as_ratios() -> None:
@@ -90,7 +90,7 @@ def test_sums_over_counts_are_paired_as_ratios() -> None:
     rows = [f"f:{i}" for i in range(40)]
     sides = [Predictions(pa.table({"row": rows, "loss": n, "loss.count": tokens})) for n in nats]
     metrics = {name: {"value": 1.0} for name in ("loss", "perplexity")}
-    found = differences(Judged(metrics, sides[0], "d"), Judged(metrics, sides[1], "d"))
+    found = differences(RunEvaluation(metrics, sides[0], "d"), RunEvaluation(metrics, sides[1], "d"))
     means = nats.sum(1) / tokens.sum()
     assert found["loss"].value == pytest.approx(means[0] - means[1])
     assert found["perplexity"].value == pytest.approx(np.exp(means[0]) - np.exp(means[1]))

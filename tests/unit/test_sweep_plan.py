@@ -22,7 +22,7 @@ from flatshift.experiments.studies.sweep import parse_grid, plan_cells, write_ta
 from flatshift.experiments.studies.sweep.axes import Range, points_of
 from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bisection
 from flatshift.experiments.studies.sweep.plan import Base
-from flatshift.experiments.studies.sweep.table import Columns
+from flatshift.experiments.studies.sweep.table import ColumnTable
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.train.loop import Diverged
 from flatshift.regularizers.config import GGPO, Plain
@@ -341,7 +341,7 @@ def test_row_takes_the_trace_of_the_judged_step(tmp_path: Path) -> None:
 
 
 def test_columns_fill_what_rows_lack() -> None:
-    columns = Columns()
+    columns = ColumnTable()
     columns.add({"a": 1})
     columns.add({"b": 2.5}, {"b": 3, "c": "x"})
     columns.add({"a": 2.5, "c": 4})

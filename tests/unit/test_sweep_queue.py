@@ -21,7 +21,7 @@ from flatshift.experiments.studies import queue, run_cells
 from flatshift.experiments.studies.cell import Cell, Result, finish_cell
 from flatshift.experiments.studies.devices import DevicePlacement, choose_devices, memory_of, on_cuda, place
 from flatshift.experiments.studies.directory import await_orphans, results_of, stale, study_lock
-from flatshift.experiments.studies.progress import CostModel, Progress, work_of
+from flatshift.experiments.studies.progress import CellProgress, CostModel, work_of
 from flatshift.experiments.studies.sweep import sweep
 from flatshift.experiments.studies.sweep.directory import check_directory, claim, write_marker
 from flatshift.finetune.errors import Interrupted, UserError
@@ -242,11 +242,11 @@ def test_full_disk_ends_the_sweep_and_keeps_what_was_finished(tmp_path: Path, jo
 
 
 def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pressed(self: Progress, note: str = "") -> None:
+    def pressed(self: CellProgress, note: str = "") -> None:
         if self.done == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Progress, "tick", pressed)
+    monkeypatch.setattr(CellProgress, "tick", pressed)
     with pytest.raises(Interrupted, match="2 of 4 cells finished; the same command goes on"):
         run_cells(tmp_path, cells_that(["ok"] * 4), DevicePlacement(1), QUIET, run=behave)
 
@@ -405,7 +405,7 @@ def test_progress_counts_by_point_and_weighs_what_is_left() -> None:
     cells = cells_that(["ok"] * 3, seeds=2)
     console, lines = spoken()
     before = {cells[0].key: {"status": "done", "seconds": 10.0, "reason": None}}
-    progress = Progress(cells, before, console, label="sweep", workers=2, clock=lambda: now[0])
+    progress = CellProgress(cells, before, console, label="sweep", workers=2, clock=lambda: now[0])
     progress.began(cells[1:3])
     # 3 wait at 10 s each, 2 run and count half: 40 s for two workers
     assert progress.eta() == pytest.approx(20)

@@ -20,7 +20,7 @@ from flatshift.experiments.recipe.build import build
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Train
-from flatshift.finetune.data.batches import Batches
+from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.chat.template import template_text
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.eval_batching import EvalBatching
@@ -30,7 +30,7 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.evaluator import evaluate
 from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
-from flatshift.finetune.planner.rules import Settings, check_settings
+from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Seq2Seq, Task
 from flatshift.finetune.tasks.objective import ByExample
 from tests.data_models import byte_tokenizer
@@ -173,7 +173,7 @@ def test_rows_are_encoded_learnt_and_judged(task, backbones):
     masking = task.masking(tokenizer)
     assert (masking is not None) == task.hides_tokens
     how = {"batch_size": 2, "pad_id": tokenizer.pad_token_id}
-    batches = Batches(encoded.examples, task=task, seed=0, max_length=48, masking=masking, **how)
+    batches = TrainingDataLoader(encoded.examples, task=task, seed=0, max_length=48, masking=masking, **how)
     micro = batches.at(0)[0]
     assert batches.packed == task.pack and micro.supervised == batches.supervised(0) > 0
     panel = first_batch_panel(micro, tokenizer, task, label_names=names, units=units)
@@ -232,7 +232,7 @@ def test_what_a_task_refuses_is_one_sentence(task):
         assert (str(refused.value) == sentence and len(sentence) <= 300 and "; " in sentence) or what == "stack"
     task.refuse("nothing of that name")
     for axis in ("dp", "tp", "pp", "cp"):
-        settings = Settings(Mesh(**{axis: 2}), Train(batch_size=4), Adapter(), task.judged())
+        settings = RuleSettings(Mesh(**{axis: 2}), Train(batch_size=4), Adapter(), task.judged())
         if axis not in task.no_axes:
             check_settings(settings)
         else:

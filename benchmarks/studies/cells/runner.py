@@ -18,7 +18,7 @@ from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell as QueuedCell
 from flatshift.experiments.studies.queue import Unit
-from flatshift.experiments.studies.study import Batches
+from flatshift.experiments.studies.study import CellBatches
 
 
 class Cell(Protocol):
@@ -80,7 +80,7 @@ class Runner:
     ) -> None:
         self.directory, self._run_cell, self._on_cell = directory, run_cell, on_cell
         self._cells: dict[str, Cell] = {}
-        self._batches = Batches(
+        self._batches = CellBatches(
             directory.parent,
             jobs=jobs,
             console=console,

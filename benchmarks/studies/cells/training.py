@@ -94,11 +94,11 @@ def train_examples(
     labels: tuple[str, ...] | None,
 ) -> float | None:
     """Train one stage without dev rows; returns CPU-seconds of a step (median; None for too few steps)."""
-    from flatshift.finetune.data.batches import Batches
+    from flatshift.finetune.data.batches import TrainingDataLoader
     from flatshift.finetune.run_directory import RunDirectory
     from flatshift.regularizers import build
 
-    batches = Batches(
+    batches = TrainingDataLoader(
         examples,
         task=task,
         batch_size=train.batch_size,

@@ -38,7 +38,7 @@ def check_study(recipe: Recipe, study: Quality) -> None:
 
 def check_cells(recipe: Recipe, where: str = "") -> None:
     """Raise UserError for settings that the runs of a study cannot have; where: who set them, for the error."""
-    from flatshift.finetune.planner.rules import Settings, check_settings
+    from flatshift.finetune.planner.rules import RuleSettings, check_settings
 
     assert recipe.warmup is not None
     if not recipe.task.one_class:
@@ -56,7 +56,7 @@ def check_cells(recipe: Recipe, where: str = "") -> None:
                 f"{where}train.{name}: a study of selectors cuts longer texts at their right end; leave it out"
             )
     refuse_in_study(recipe)
-    check_settings(Settings.of(recipe))
+    check_settings(RuleSettings.of(recipe))
 
 
 def check_method(recipe: Recipe, where: str) -> None:

@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, Figures, KernelBlock, Notes, Pairs, Section, Table
+from flatshift.experiments.report.blocks import (
+    Block,
+    Chapter,
+    Figures,
+    KernelBlock,
+    NameValuePairs,
+    Notes,
+    Section,
+    Table,
+)
 from flatshift.experiments.report.charts.intervals import corrected_effects
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render
@@ -343,7 +352,7 @@ def _pool(document: Document) -> Block:
     if pool["skipped"]:
         items.append(("skipped as malformed", f"{pool['skipped']:,}"))
     items += [(f"dropped: {cause}", f"{count:,}") for cause, count in pool["dropped"].items()]
-    return Pairs([*items, *((f"domain {name}", f"{count:,}") for name, count in pool["domains"].items())])
+    return NameValuePairs([*items, *((f"domain {name}", f"{count:,}") for name, count in pool["domains"].items())])
 
 
 def _failed(document: Document) -> Block:

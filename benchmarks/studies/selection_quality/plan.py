@@ -20,7 +20,7 @@ from flatshift.experiments.studies.cell import file_digest as digest
 from flatshift.experiments.studies.study import chosen, locate, study_recipe
 from flatshift.finetune.digests import digest as file_digest
 from flatshift.finetune.errors import UserError
-from flatshift.selection.config import Auto, Cynical, Domains, Features, GotD, Method, TokenNgrams, needs
+from flatshift.selection.config import Auto, Cynical, Domains, GotD, Method, PrecomputedFeatures, TokenNgrams, needs
 
 RECIPE = Path(__file__).resolve().parent / "selection-quality.yaml"
 """The study that is published."""
@@ -247,7 +247,7 @@ class Plan:
         embedder = recipe.select.embedder
         if isinstance(embedder, TokenNgrams):
             raise UserError(f"quality: the embedder tokens is made for one target, not for many ({name or 'select'})")
-        if isinstance(embedder, Features):
+        if isinstance(embedder, PrecomputedFeatures):
             raise UserError(f"quality: features of your own cannot be taken for many targets ({name or 'select'})")
         if distil and embedder.kind != "static":
             raise UserError(f"quality.embedders.{name}.distil is for `select.embedder.kind: static` only")

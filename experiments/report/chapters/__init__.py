@@ -7,7 +7,7 @@ file here and a line in `PARTS`.
 from __future__ import annotations
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Chapter, Figures, Pairs, Pre, Section, Table
+from flatshift.experiments.report.blocks import Bars, Chapter, Figures, NameValuePairs, Pre, Section, Table
 from flatshift.experiments.report.chapters import (
     checks,
     comparison,
@@ -23,7 +23,7 @@ from flatshift.experiments.report.chapters import (
     tokenizer,
 )
 from flatshift.experiments.report.figure import Chart
-from flatshift.experiments.results.run import Run, read_object
+from flatshift.experiments.results.run import RunResults, read_object
 
 PARTS = (
     forecast.part,
@@ -42,7 +42,7 @@ PARTS = (
 """In the order of a chapter; of several chapters on a page, the one with the earliest kind gives the headline."""
 
 
-def chapter(run: Run) -> Chapter:
+def chapter(run: RunResults) -> Chapter:
     """Everything that one run directory has to show."""
     found = [(place, part) for place, of in enumerate(PARTS) if (part := of(run)) is not None]
     kinds = [part.kind for _, part in found if part.kind]
@@ -67,7 +67,7 @@ def charts_of(made: Chapter) -> list[Chart]:
     ]
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _facts(run: RunResults) -> list[tuple[str, str]]:
     versions = run.environment.get("versions")
     version = versions.get("flatshift") if isinstance(versions, dict) else None
     regularizer = run.recipe.get("regularizer")
@@ -89,7 +89,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return [(name, value) for name, value in facts if value]
 
 
-def _recipe_name(run: Run) -> str:
+def _recipe_name(run: RunResults) -> str:
     """The recipe's name: as a sweep or study recorded it, else from `extends`, else from the command line."""
     plan = run.path / "sweep.json"
     if plan.is_file():
@@ -104,7 +104,7 @@ def _recipe_name(run: Run) -> str:
     return "" if name.startswith("-") else name.rpartition("/")[2]
 
 
-def _circumstances(run: Run) -> list[Section]:
+def _circumstances(run: RunResults) -> list[Section]:
     sections = []
     if run.stage_seconds:
         longest = max(run.stage_seconds.values()) or 1.0
@@ -134,7 +134,7 @@ def _circumstances(run: Run) -> list[Section]:
                 value = "; ".join(", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for part in parts)
             if value not in (None, ""):
                 pairs.append((key, str(value)))
-        folded.append(Section("Environment", [Pairs(pairs)], folded=True))
+        folded.append(Section("Environment", [NameValuePairs(pairs)], folded=True))
     if run.recipe_text:
         folded.append(Section("Recipe, resolved", [Pre(run.recipe_text.strip())], folded=True))
     return sections + folded

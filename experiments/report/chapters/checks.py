@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table
+from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, Notes, Section, Table
 from flatshift.experiments.report.charts.selection import distance_change, other_arm, relative
-from flatshift.experiments.results.run import Run
+from flatshift.experiments.results.run import RunResults
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """Two sections, where the selection was checked."""
     found = run.selection.about.get("checks") if run.selection is not None else None
     if not isinstance(found, dict):
         return None
-    return Part(sections=[*_distance(found), *_coverage(found.get("coverage"))])
+    return ChapterPart(sections=[*_distance(found), *_coverage(found.get("coverage"))])
 
 
 def _distance(found: dict[str, Any]) -> list[Section]:

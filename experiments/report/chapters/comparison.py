@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, Figures, KernelBlock, Notes, Part, Section, Table
+from flatshift.experiments.report.blocks import Block, Chapter, ChapterPart, Figures, KernelBlock, Notes, Section, Table
 from flatshift.experiments.report.charts.intervals import corrected_effects
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.report.html import render
-from flatshift.experiments.results.run import Run
+from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.evaluate.metrics import metric_of
 
 Document = Mapping[str, Any]
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """A directory of `flatshift compare`."""
     return _part(run.comparison) if run.comparison else None
 
@@ -37,7 +37,7 @@ def page(document: Document) -> str:
     return render([chapter])
 
 
-def _part(document: Document) -> Part:
+def _part(document: Document) -> ChapterPart:
     """A comparison laid out."""
     ranked = compared(document)
     clear = [name for name, m in ranked if m["primary"]["p_holm"] is not None and m["primary"]["p_holm"] < 0.05]
@@ -68,7 +68,7 @@ def _part(document: Document) -> Part:
         Section("Protocol", [Notes(document["protocol"])]),
     ]
     tiles = [_tile(name, m, document["metric"]) for name, m in ranked if m["confirmatory"]][:4]
-    return Part("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
+    return ChapterPart("comparison", [finding], tiles, [s for s in sections if s.blocks], facts)
 
 
 def summary(document: Document) -> list[str]:

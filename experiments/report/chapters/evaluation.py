@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Chapter, Figures, KernelBlock, Notes, Part, Section, Table
-from flatshift.experiments.report.charts.intervals import Row, interval_chart
+from flatshift.experiments.report.blocks import Block, Chapter, ChapterPart, Figures, KernelBlock, Notes, Section, Table
+from flatshift.experiments.report.charts.intervals import IntervalRow, interval_chart
 from flatshift.experiments.report.figure import WIDE, Chart
 from flatshift.experiments.report.html import render
-from flatshift.experiments.results.run import Run
+from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
 
 Document = Mapping[str, Any]
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """A directory of `flatshift eval --out`."""
     return _part(run.evaluation) if run.evaluation else None
 
@@ -38,7 +38,7 @@ def page(document: Document) -> str:
     return render([chapter])
 
 
-def _part(document: Document) -> Part:
+def _part(document: Document) -> ChapterPart:
     grouped = document.get("group_by")
     sections = [Section(f"Figures on {split}", _figures(document, split)) for split in document["rows"]]
     if document.get("few_shot"):
@@ -53,7 +53,7 @@ def _part(document: Document) -> Part:
         ("task", ", ".join(sorted({subject["task"] for subject in document["subjects"]}))),
         ("precision", ", ".join(sorted({subject["precision"] for subject in document["subjects"]}))),
     ]
-    return Part("evaluation", _findings(document), _tiles(document), sections, facts)
+    return ChapterPart("evaluation", _findings(document), _tiles(document), sections, facts)
 
 
 def _headline(metrics: Mapping[str, Any]) -> str | None:
@@ -201,7 +201,7 @@ def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[st
 
 
 def _map(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]], metric: str) -> Chart:
-    found, rows, family = grouped["differences"][name][split], list[Row | str](), ""
+    found, rows, family = grouped["differences"][name][split], list[IntervalRow | str](), ""
     lower = metric_of(metric).lower
     for of, group in ordered:
         if of != family:
@@ -214,7 +214,7 @@ def _map(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, 
         token = ("blue" if (cell["value"] < 0) == lower else "orange") if clear else "muted"
         hollow = bool(grouped["trained"]) and group not in grouped["trained"]
         said = formats.signed(cell["value"])
-        rows.append(Row(_named(grouped, group), cell["value"], cell["low"], cell["high"], said, token, hollow))
+        rows.append(IntervalRow(_named(grouped, group), cell["value"], cell["low"], cell["high"], said, token, hollow))
     return interval_chart(
         f"map-{split}",
         rows,

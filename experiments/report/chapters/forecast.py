@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from flatshift.experiments.report.blocks import Notes, Part, Section
+from flatshift.experiments.report.blocks import ChapterPart, Notes, Section
 from flatshift.experiments.results.forecast import FORECAST, sentences
-from flatshift.experiments.results.run import Run, read_object
+from flatshift.experiments.results.run import RunResults, read_object
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """The sentences of forecast.json, where there is one."""
     found = read_object(run.path / FORECAST)
     if not found:
@@ -18,4 +18,4 @@ def part(run: Run) -> Part | None:
         "closed form; each seed on this page is a draw of rows and of starting values, not a training run. Weight "
         "decay is the ridge, in units of the kernel's mean eigenvalue."
     )
-    return Part(kind="forecast", findings=said, sections=[Section("What this is", [Notes([note])])])
+    return ChapterPart(kind="forecast", findings=said, sections=[Section("What this is", [Notes([note])])])

@@ -6,14 +6,14 @@ import json
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Notes, Part, Section, Table
-from flatshift.experiments.results.run import Run, Selection, read_object
+from flatshift.experiments.report.blocks import Block, ChapterPart, Notes, Section, Table
+from flatshift.experiments.results.run import RunResults, SelectionResults, read_object
 from flatshift.finetune.errors import UserError
 
 _EXAMPLES = 5
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """One section with the counts by cause and some examples, where a step was on."""
     selection = run.selection
     told = read_object(selection.path / "manifest.json").get("hygiene") if selection is not None else None
@@ -32,14 +32,14 @@ def part(run: Run) -> Part | None:
     if notes:
         blocks.append(Notes(notes))
     lead = f"{records:,} records were read, {told['kept']:,} took part in the selection."
-    return Part(sections=[Section("Removed from the pool", blocks, lead)])
+    return ChapterPart(sections=[Section("Removed from the pool", blocks, lead)])
 
 
 def _share(count: int, of: int) -> str:
     return f"{100 * count / of:.2f} %" if of else "–"
 
 
-def _examples(selection: Selection) -> list[list[str]]:
+def _examples(selection: SelectionResults) -> list[list[str]]:
     path = selection.path / "drops.jsonl"
     found: list[list[str]] = []
     if not path.is_file():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Card, Cards, Matrix, Part, Section, Table
+from flatshift.experiments.report.blocks import Block, Card, Cards, ChapterPart, ConfusionMatrixBlock, Section, Table
 from flatshift.experiments.results.predictions import Predictions
-from flatshift.experiments.results.run import Run, best_split
+from flatshift.experiments.results.run import RunResults, best_split
 
 _WRONG, _RIGHT, _SAMPLES, _HARD = 6, 3, 9, 6
 _CLASSES = 24
@@ -16,7 +16,7 @@ _OPEN = 12
 """A table of more classes is folded."""
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """A run directory with predictions.parquet."""
     split = best_split({name: {} for name in run.predictions})
     if split is None:
@@ -29,7 +29,7 @@ def part(run: Run) -> Part | None:
         sections = [_samples(rows, split)]
     elif "loss.count" in rows:
         sections = [_hardest(rows, split)]
-    return Part(sections=[section for section in sections if section is not None])
+    return ChapterPart(sections=[section for section in sections if section is not None])
 
 
 def _classes(rows: Predictions, split: str) -> list[Section]:
@@ -38,7 +38,7 @@ def _classes(rows: Predictions, split: str) -> list[Section]:
     lead = f"Rows of {split} by their class, and what was said of them."
     if len(names) > len(shown):
         lead += f" The {len(shown)} commonest of {len(names)} classes; other answers are left out."
-    matrix = Matrix(shown, [[int(found[i, j]) for j in range(len(shown))] for i in range(len(shown))])
+    matrix = ConfusionMatrixBlock(shown, [[int(found[i, j]) for j in range(len(shown))] for i in range(len(shown))])
     blocks: list[Block] = [matrix]
     pairs = [(int(found[i, j]), names[i], names[j]) for i, j in zip(*np.nonzero(found), strict=True) if i != j]
     pairs.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))

@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Block, Figures, KernelBlock, Lookup, Notes, Part, Section, Table
+from flatshift.experiments.report.blocks import (
+    Bars,
+    Block,
+    ChapterPart,
+    Figures,
+    KernelBlock,
+    Lookup,
+    Notes,
+    Section,
+    Table,
+)
 from flatshift.experiments.report.charts.training import evaluation, preferences, small_multiples, training
-from flatshift.experiments.results.predictions import Judged, differences
-from flatshift.experiments.results.run import Run, best_split, headline
+from flatshift.experiments.results.predictions import RunEvaluation, differences
+from flatshift.experiments.results.run import RunResults, best_split, headline
 from flatshift.finetune.evaluate.metrics import metric_of, on_tiles
 from flatshift.finetune.figures import gib, predicted_vs_measured, rate_text
 from flatshift.finetune.run_directory import SPIKE
@@ -17,15 +27,15 @@ _FIRST = ("lr-", "grad-norm-")
 """Charts of what was logged with every update that are shown at once; the others open on demand."""
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """A directory of `flatshift train`."""
     if not (run.metrics.lines or run.eval or run.stages):
         return None
     sections = [*evaluation_sections(run), *data_sections(run), *training_sections(run)]
-    return Part("training run", [train_finding(run)], training_tiles(run), sections)
+    return ChapterPart("training run", [train_finding(run)], training_tiles(run), sections)
 
 
-def train_finding(run: Run) -> str:
+def train_finding(run: RunResults) -> str:
     """The first metric of the split that counts, beside the majority floor where there is one."""
     split = best_split(run.eval)
     if split is None:
@@ -49,7 +59,7 @@ def train_finding(run: Run) -> str:
     return sentence + "."
 
 
-def training_tiles(run: Run) -> list[KernelBlock]:
+def training_tiles(run: RunResults) -> list[KernelBlock]:
     tiles = []
     split = best_split(run.eval)
     if split is not None:
@@ -91,7 +101,7 @@ def training_tiles(run: Run) -> list[KernelBlock]:
     return tiles
 
 
-def evaluation_sections(run: Run) -> list[Section]:
+def evaluation_sections(run: RunResults) -> list[Section]:
     found = []
     if run.eval:
         found.append(
@@ -132,7 +142,7 @@ def evaluation_sections(run: Run) -> list[Section]:
     return found
 
 
-def _beside_cold(run: Run, split: str, cold: Judged) -> Table | None:
+def _beside_cold(run: RunResults, split: str, cold: RunEvaluation) -> Table | None:
     """What the adapter changed, on the rows that the bare backbone was judged on too."""
     changed = {name: one for name, one in differences(run.judged(split), cold).items() if one.paired}
     if not changed:
@@ -171,7 +181,7 @@ def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
     return Table(["metric", *tree], rows, note, frozenset(range(1, len(tree) + 1)))
 
 
-def training_sections(run: Run) -> list[Section]:
+def training_sections(run: RunResults) -> list[Section]:
     curves, small = training(run.metrics, loss_unit=run.loss_unit), small_multiples(run.metrics)
     if not curves:
         return []
@@ -199,7 +209,7 @@ def training_sections(run: Run) -> list[Section]:
     return found
 
 
-def _plan_sections(run: Run) -> list[Section]:
+def _plan_sections(run: RunResults) -> list[Section]:
     """What was said before step 1 beside what updates took, a table and bars of memory by cause for each stage."""
     blocks: list[Block] = []
     for stage, done in run.stages.items():
@@ -217,7 +227,7 @@ def _plan_sections(run: Run) -> list[Section]:
     return [Section("Predicted and measured", blocks, lead)] if blocks else []
 
 
-def data_sections(run: Run) -> list[Section]:
+def data_sections(run: RunResults) -> list[Section]:
     """The classes, and what was found in the rows before step 1."""
     checks = run.manifest.get("checks")
     if not isinstance(checks, dict):
@@ -232,7 +242,7 @@ def data_sections(run: Run) -> list[Section]:
     return [Section("Rows", blocks, lead)] if blocks else []
 
 
-def _mishaps(run: Run) -> list[str]:
+def _mishaps(run: RunResults) -> list[str]:
     """Updates that were left out, spikes after which the stage was rolled back, and how fast the stages went, in
     sentences."""
     found = []

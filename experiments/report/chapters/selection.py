@@ -9,17 +9,17 @@ from flatshift.experiments.report.blocks import (
     Block,
     Card,
     Cards,
+    ChapterPart,
     Figures,
     KernelBlock,
     Lookup,
+    NameValuePairs,
     Notes,
-    Pairs,
-    Part,
     Section,
     Table,
 )
 from flatshift.experiments.report.charts.selection import domain_mix, histogram, projection_map
-from flatshift.experiments.results.run import Run, Selection
+from flatshift.experiments.results.run import RunResults, SelectionResults
 from flatshift.selection.config import Method
 
 _SPOKE = {
@@ -54,15 +54,15 @@ _DIAGNOSTICS = {
 }
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """The selection of a run or of a directory of its own."""
     if run.selection is None:
         return None
     tiles, sections = selection_tiles(run.selection), selection_sections(run, run.selection)
-    return Part("selection", [selection_finding(run.selection)], tiles, sections)
+    return ChapterPart("selection", [selection_finding(run.selection)], tiles, sections)
 
 
-def selection_finding(selection: Selection) -> str:
+def selection_finding(selection: SelectionResults) -> str:
     """How many were chosen, and which domain gained most."""
     if selection.table is None:
         return ""
@@ -88,7 +88,7 @@ def selection_finding(selection: Selection) -> str:
     return sentence + "."
 
 
-def method_name(selection: Selection) -> str:
+def method_name(selection: SelectionResults) -> str:
     """`gotd` → `GOT-D`."""
     method = selection.about.get("method")
     kind = method.get("kind") if isinstance(method, dict) else method
@@ -98,7 +98,7 @@ def method_name(selection: Selection) -> str:
     return titles.get(str(kind), "The selector")
 
 
-def selection_tiles(selection: Selection) -> list[KernelBlock]:
+def selection_tiles(selection: SelectionResults) -> list[KernelBlock]:
     about = selection.about
     tiles = []
     if selection.table is not None and selection.table.num_rows:
@@ -122,7 +122,7 @@ def selection_tiles(selection: Selection) -> list[KernelBlock]:
     return tiles
 
 
-def selection_sections(run: Run, selection: Selection) -> list[Section]:
+def selection_sections(run: RunResults, selection: SelectionResults) -> list[Section]:
     blocks: list[Block] = []
     charts = []
     if selection.table is not None and selection.table.num_rows:
@@ -164,7 +164,7 @@ def selection_sections(run: Run, selection: Selection) -> list[Section]:
             lead += f"{where} all of them, whole."
         sections.append(Section(title, [_lookup(run, selection)], lead, folded=True))
     if facts:
-        sections.append(Section("Solver and features", [Pairs(facts)], folded=True))
+        sections.append(Section("Solver and features", [NameValuePairs(facts)], folded=True))
     return sections
 
 
@@ -204,7 +204,7 @@ def _profile_section(profile: dict[str, Any]) -> Section:
     return Section("What was chosen", blocks, "Beside target and pool; a record that is read again counts once.")
 
 
-def _selection_notes(selection: Selection) -> list[str]:
+def _selection_notes(selection: SelectionResults) -> list[str]:
     about, notes = selection.about, []
     helpful, budget = about.get("helpful"), about.get("budget")
     gotd = about.get("method") == "gotd"
@@ -225,7 +225,7 @@ def _selection_notes(selection: Selection) -> list[str]:
     return notes
 
 
-def _records(run: Run, selection: Selection) -> list[tuple[dict[str, Any], str, str, str, str]]:
+def _records(run: RunResults, selection: SelectionResults) -> list[tuple[dict[str, Any], str, str, str, str]]:
     """(record, text, domain, id and text of the nearest target) of the chosen records that are read, in rank order."""
     column = "text"
     select = run.recipe.get("select")
@@ -262,7 +262,7 @@ def _clip(text: str, most: int) -> str:
     return text if len(text) <= most else text[:most].rsplit(" ", 1)[0] + " …"
 
 
-def _cards(run: Run, selection: Selection) -> list[Card]:
+def _cards(run: RunResults, selection: SelectionResults) -> list[Card]:
     profile = selection.about.get("profile")
     first = profile.get("first", []) if isinstance(profile, dict) else []
     spoke = {str(one.get("id")): ", ".join(map(str, one.get("words", ()))) for one in first if isinstance(one, dict)}
@@ -276,7 +276,7 @@ def _cards(run: Run, selection: Selection) -> list[Card]:
     return cards
 
 
-def _lookup(run: Run, selection: Selection) -> Lookup:
+def _lookup(run: RunResults, selection: SelectionResults) -> Lookup:
     rows = [
         [
             str(record.get("rank", "")),

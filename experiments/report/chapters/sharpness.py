@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Figures, Notes, Part, Section, Table
+from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, Notes, Section, Table
 from flatshift.experiments.report.charts.sharpness import SPACES, line, plane, rise
-from flatshift.experiments.results.run import Run
+from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.digests import adapter_digest
 from flatshift.regularizers.sharpness.config import measure_name
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """Measures of both spaces side by side, and the charts, where the run was measured."""
     found = run.sharpness
     if not found:
@@ -36,7 +36,7 @@ def part(run: Run) -> Part | None:
         f"{formats.number(float(found['loss']))} {unit}. Comparable between runs that were measured on the same rows "
         "with the same seed and settings."
     )
-    return Part(sections=[Section("Sharpness", blocks, lead)])
+    return ChapterPart(sections=[Section("Sharpness", blocks, lead)])
 
 
 def _table(found: dict[str, Any], unit: str) -> Table:
@@ -56,7 +56,7 @@ def _table(found: dict[str, Any], unit: str) -> Table:
     )
 
 
-def _notes(run: Run, found: dict[str, Any]) -> list[str]:
+def _notes(run: RunResults, found: dict[str, Any]) -> list[str]:
     notes = []
     for space, about in found["about"]["spaces"].items():
         error = about.get("difference_error")

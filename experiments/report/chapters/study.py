@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Figures, KernelBlock, Notes, Part, Section, Table
-from flatshift.experiments.report.charts.intervals import Row, interval_chart
+from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, KernelBlock, Notes, Section, Table
+from flatshift.experiments.report.charts.intervals import IntervalRow, interval_chart
 from flatshift.experiments.report.charts.training import slug
 from flatshift.experiments.report.figure import Chart
-from flatshift.experiments.results.run import Run, Study
+from flatshift.experiments.results.run import RunResults, Study
 from flatshift.experiments.statistics.intervals import Interval, paired_difference, t_interval, t_quantile
 from flatshift.finetune.evaluate.metrics import in_headline_order, metric_of
 
@@ -18,11 +18,11 @@ REGULARIZERS = {"plain": "plain", "ggpo": "GGPO"}
 _ARM_COLOUR = {"cold": "muted", "random": "amber", "gotd": "blue"}
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """A directory with study.json."""
     if run.study is None:
         return None
-    return Part("study", [study_finding(run.study)], study_tiles(run.study), study_sections(run.study))
+    return ChapterPart("study", [study_finding(run.study)], study_tiles(run.study), study_sections(run.study))
 
 
 def study_question(study: Study) -> tuple[tuple[str, str], tuple[str, str]] | None:
@@ -234,7 +234,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
     means = {arm: t_interval(values, bounds=metric_of(metric).bounds) for arm, values in found.items()}
     places = formats.common_decimals([(m.value, m.low, m.high) for m in means.values()])
     rows = [
-        Row(
+        IntervalRow(
             arm_name(*arm), m.value, m.low, m.high, f"{m.value:,.{places}f}", _ARM_COLOUR.get(arm[0], "purple"),
             hollow=arm[1] == "ggpo", singles=found[arm],
         )
@@ -267,14 +267,14 @@ def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | Non
         return None
     lower = metric_of(metric).lower
     places = formats.common_decimals([(c.interval.value, c.interval.low, c.interval.high) for c in shown])
-    rows: list[Row | str] = []
+    rows: list[IntervalRow | str] = []
     for number, contrast in enumerate(shown):
         if number == 0 or contrast.group != shown[number - 1].group:
             rows.append(contrast.group)
         i = contrast.interval
         token = "muted" if not i.excludes_zero else "green" if (i.value < 0) == lower else "orange"
         said = formats.estimate(i.value, i.low, i.high, plus=True, places=places)[0]
-        rows.append(Row(contrast.name, i.value, i.low, i.high, said, token))
+        rows.append(IntervalRow(contrast.name, i.value, i.low, i.high, said, token))
     n = {c.interval.n for c in shown}
     seeds = f"{min(n)}" if len(n) == 1 else f"{min(n)} to {max(n)}"
     return interval_chart(

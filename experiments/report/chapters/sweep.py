@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Block, Figures, KernelBlock, Notes, Part, Section, Table
+from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, KernelBlock, Notes, Section, Table
 from flatshift.experiments.report.chapters.sweep_verdicts import (
     beside_table,
     crossing_words,
@@ -23,11 +23,11 @@ from flatshift.experiments.report.chapters.sweep_verdicts import (
 from flatshift.experiments.report.charts.capacity import capacity_charts
 from flatshift.experiments.report.charts.curve import Series, curve_chart, scatter_chart, span, train_and_test, unit_of
 from flatshift.experiments.report.charts.dynamics import dynamics
-from flatshift.experiments.report.charts.facets import Line, Panel, facets
+from flatshift.experiments.report.charts.facets import LineSeries, Panel, facets
 from flatshift.experiments.report.charts.heat_map import heat_maps
 from flatshift.experiments.report.figure import Chart
 from flatshift.experiments.results.analysis import PANELS, Analysis, Direction, chosen, is_judged, left_out, main_axis
-from flatshift.experiments.results.run import Run
+from flatshift.experiments.results.run import RunResults
 from flatshift.experiments.results.sweep import Failure, SweepData, Together
 from flatshift.experiments.results.traces import STEP
 from flatshift.experiments.statistics.intervals import t_interval
@@ -46,13 +46,13 @@ _ROWS = 200
 _FAILURES = 50
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """A directory of `flatshift sweep`."""
     if run.sweep is None:
         return None
     analysis = Analysis(run.sweep)
     findings = [sweep_finding(run.sweep, analysis), one_more(run.sweep, analysis), sweep_details(analysis)]
-    return Part("sweep", findings, sweep_tiles(run.sweep, analysis), sweep_sections(run.sweep, analysis))
+    return ChapterPart("sweep", findings, sweep_tiles(run.sweep, analysis), sweep_sections(run.sweep, analysis))
 
 
 def sweep_finding(data: SweepData, analysis: Analysis) -> str:
@@ -343,7 +343,10 @@ def _faceted(direction: Direction, lines: Sequence[Series], name: str, title: st
     panels = [
         Panel(
             formats.setting(where),
-            [Line(line.name, line.token, direction.table.curve(line.column, direction.axis, where)) for line in lines],
+            [
+                LineSeries(line.name, line.token, direction.table.curve(line.column, direction.axis, where))
+                for line in lines
+            ],
         )
         for where in direction.drawn
     ]

@@ -10,7 +10,7 @@ import numpy as np
 
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.blocks import Table
-from flatshift.experiments.results.analysis import Analysis, Direction, Judged, compared
+from flatshift.experiments.results.analysis import AnalysedCurve, Analysis, Direction, compared
 from flatshift.experiments.results.sweep import SweepData
 from flatshift.experiments.statistics.curve import Curve
 from flatshift.experiments.statistics.curve_comparison import CurveComparison
@@ -19,7 +19,7 @@ from flatshift.experiments.statistics.peak import FEWEST_POINTS, FEWEST_SEEDS, P
 from flatshift.finetune.errors import UserError
 
 
-def verdict_table(judged: Sequence[Judged], epsilon: float) -> Table | None:
+def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | None:
     """One row per judged curve; None without any."""
     if not judged:
         return None
@@ -46,7 +46,7 @@ def verdict_table(judged: Sequence[Judged], epsilon: float) -> Table | None:
     return _captioned(table, of_columns, caption)
 
 
-def _row(judged: Judged) -> list[str]:
+def _row(judged: AnalysedCurve) -> list[str]:
     peak, train = judged.verdict.peak, judged.verdict.train_peak
     row = [judged.axis.rpartition(".")[2], formats.setting(judged.where) or "–", judged.verdict.kind]
     row += _peak(peak, judged) if peak is not None else ["–"] * 4
@@ -66,7 +66,7 @@ def _p(test: PeakTest) -> str:
     return f"{test.p_value:.2g}" if test.p_value >= 1e-4 else "< 0.0001"
 
 
-def _peak(peak: PeakTest, judged: Judged) -> list[str]:
+def _peak(peak: PeakTest, judged: AnalysedCurve) -> list[str]:
     p = _p(peak)
     if not peak.rejected:
         return [p, "–", "–", formats.number(peak.detectable.height, 2)]

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.blocks import Bars, Block, Chapter, KernelBlock, Notes, Part, Section, Table
+from flatshift.experiments.report.blocks import Bars, Block, Chapter, ChapterPart, KernelBlock, Notes, Section, Table
 from flatshift.experiments.report.html import render
-from flatshift.experiments.results.run import Run
+from flatshift.experiments.results.run import RunResults
 
 Document = Mapping[str, Any]
 _FIGURES = (
@@ -23,7 +23,7 @@ _FIGURES = (
 _SHARES = {"continued_words", "byte_tokens", "single_characters", "unknown"}
 
 
-def part(run: Run) -> Part | None:
+def part(run: RunResults) -> ChapterPart | None:
     """A directory of `flatshift tokenizer --out`."""
     return _part(run.tokenizers) if run.tokenizers else None
 
@@ -38,7 +38,7 @@ def page(document: Document) -> str:
     return render([chapter])
 
 
-def _part(document: Document) -> Part:
+def _part(document: Document) -> ChapterPart:
     found = document["tokenizers"]
     best = max(found, key=lambda name: found[name]["all"]["bytes_per_token"] or 0.0)
     finding = f"{best} needs {formats.number(found[best]['all']['tokens_per_word'])} tokens a word on these texts"
@@ -77,7 +77,7 @@ def _part(document: Document) -> Part:
         "Tokens are not comparable between tokenizers; compare what models make of a text by byte, character or word.",
     ]
     sections.append(Section("What to know", [Notes(notes)]))
-    return Part("tokenizers", [finding], tiles[:6], sections, [("texts", f"{sum(document['rows'].values()):,}")])
+    return ChapterPart("tokenizers", [finding], tiles[:6], sections, [("texts", f"{sum(document['rows'].values()):,}")])
 
 
 def _best(models: Document) -> str:

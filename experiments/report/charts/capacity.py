@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class CapacityMeasure:
     """A measure of what an adapter uses: column, name with unit, and how it is counted."""
 
     column: str
@@ -28,17 +28,17 @@ class Capacity:
 
 
 CAPACITIES = (
-    Capacity(
+    CapacityMeasure(
         "effective_params",
         "effective parameters",
         "Effective parameters: Σ p·(d_in + d_out − p) over the adapted layers, p the participation ratio of sBA.",
     ),
-    Capacity(
+    CapacityMeasure(
         "participation",
         "participation ratio of sBA (directions)",
         "Participation ratio: (Σs²)²/Σs⁴ of the singular values of sBA, mean over the adapted layers.",
     ),
-    Capacity(
+    CapacityMeasure(
         "stable_rank",
         "stable rank of sBA (directions)",
         "Stable rank: ‖sBA‖_F²/‖sBA‖₂², mean over the adapted layers.",
@@ -69,7 +69,7 @@ def _folded(
     data: SweepData,
     axis: str,
     where: dict[str, Any],
-    capacity: Capacity,
+    capacity: CapacityMeasure,
     lines: Sequence[Series],
     kind: str,
     number: int,
@@ -110,7 +110,9 @@ def _folded(
         )
 
 
-def _bought(analysis: Analysis, axis: str, where: dict[str, Any], capacity: Capacity, number: int) -> Chart | None:
+def _bought(
+    analysis: Analysis, axis: str, where: dict[str, Any], capacity: CapacityMeasure, number: int
+) -> Chart | None:
     """Capacity over `axis`: what a larger rank buys."""
     return curve_chart(
         analysis.data,

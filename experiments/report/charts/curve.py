@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.facets import Scale, scale
+from flatshift.experiments.report.charts.facets import AxisScale, scale
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
 from flatshift.experiments.results.sweep import INTERPOLATION, SweepData
 from flatshift.experiments.results.table import SweepTable, Where
@@ -18,7 +18,7 @@ from flatshift.finetune.evaluate.metrics import metric_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from flatshift.experiments.results.analysis import Judged
+    from flatshift.experiments.results.analysis import AnalysedCurve
     from flatshift.experiments.statistics.emc import Crossing
 
 _SINGLE_RUNS = 400
@@ -56,7 +56,7 @@ def curve_chart(
     title: str,
     unit: str,
     limits: tuple[float, float] | None = None,
-    judged: Judged | None = None,
+    judged: AnalysedCurve | None = None,
     crossing: Crossing | None = None,
     epsilon: float = INTERPOLATION,
     wide: bool = False,
@@ -158,7 +158,7 @@ def band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: 
         ax.fill_between([x for x, _ in bounded], lows, highs, color=colour(token), alpha=alpha, linewidth=0)
 
 
-def _mark(ax: Axes, place: Scale, value: float, epsilon: float) -> None:
+def _mark(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
     """The interpolation threshold as an upright line with its name."""
     x, (first, last) = place.place(value), (min(place.at.values()), max(place.at.values()))
     left = x < first + 0.3 * (last - first)  # beside the axis there is no room for words
@@ -175,7 +175,7 @@ def _mark(ax: Axes, place: Scale, value: float, epsilon: float) -> None:
     )
 
 
-def _shade(ax: Axes, judged: Judged, place: Scale) -> list[str]:
+def _shade(ax: Axes, judged: AnalysedCurve, place: AxisScale) -> list[str]:
     """Shade where the peak lies at the test's level, halfway to the neighbours; what the caption says of it."""
     inside = [v for v in judged.location if v in place.at]
     if not inside:

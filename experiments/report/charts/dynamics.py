@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.facets import Line, Panel, facets
+from flatshift.experiments.report.charts.facets import LineSeries, Panel, facets
 from flatshift.experiments.report.figure import RAMP, Chart, ramp
 from flatshift.experiments.results.analysis import evenly, main_axis
 from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS, SweepData
@@ -111,7 +111,7 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
             name = formats.axis_value(level) if layout.lines else "mean"
             curve = trace.curve(quantity.column, STEP, held)
             if curve:  # none where every run failed before it looked
-                lines.append(Line(name, token, curve))
+                lines.append(LineSeries(name, token, curve))
         panels.append(Panel(formats.setting(at) or "all cells", lines))
     caption = "Means over seeds; bands: 95 % t-intervals." if trace.seeds > 1 else "One seed: no interval can be given."
     if quantity.said:

@@ -26,7 +26,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Line:
+class LineSeries:
     """Means with intervals at axis values."""
 
     name: str
@@ -39,7 +39,7 @@ class Panel:
     """One small chart."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[LineSeries]
 
 
 def facets(
@@ -149,7 +149,7 @@ class _Sheet:
     bands: dict[str, list[list[Point]]] = field(default_factory=dict)
     lines: dict[str, list[list[Point]]] = field(default_factory=dict)
 
-    def line(self, line: Line, across: dict[Any, float], level: _Level, box: _Box) -> None:
+    def line(self, line: LineSeries, across: dict[Any, float], level: _Level, box: _Box) -> None:
         points = [(across[v], p) for v, p in line.points if v in across]
         if not points:
             return
@@ -227,7 +227,7 @@ _CHARACTER = 7.2
 
 
 @dataclass(frozen=True)
-class Scale:
+class AxisScale:
     """x positions of axis values: log₂ of positive numbers that span a factor of 8, words in their order."""
 
     axis: str
@@ -270,13 +270,13 @@ class Scale:
         return all(places[i + 1] - places[i] >= (wide[i] + wide[i + 1]) / 2 + 4 for i in range(len(shown) - 1))
 
 
-def scale(axis: str, values: Sequence[Any]) -> Scale:
+def scale(axis: str, values: Sequence[Any]) -> AxisScale:
     """The scale of an axis with these values, in their order; None and words count as words."""
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     if numeric and min(values) > 0 and max(values) / min(values) >= 8:
-        return Scale(axis, tuple(values), {v: math.log2(v) for v in values}, log=True)
+        return AxisScale(axis, tuple(values), {v: math.log2(v) for v in values}, log=True)
     at = {v: float(v) if numeric else float(i) for i, v in enumerate(values)}
-    return Scale(axis, tuple(values), at, log=False)
+    return AxisScale(axis, tuple(values), at, log=False)
 
 
 def _is_power(value: float, base: int) -> bool:

@@ -12,7 +12,7 @@ from flatshift.experiments.report.formats import effect
 
 
 @dataclass(frozen=True)
-class Row:
+class IntervalRow:
     """One figure."""
 
     name: str
@@ -30,7 +30,7 @@ class Row:
 
 def interval_chart(
     key: str,
-    rows: Sequence[Row | str],
+    rows: Sequence[IntervalRow | str],
     *,
     title: str,
     caption: str,
@@ -54,7 +54,7 @@ def interval_chart(
         if zero:
             ax.axvline(0, color=colour("muted"), linewidth=1.3)
         for y, row in enumerate(rows):
-            if isinstance(row, Row):
+            if isinstance(row, IntervalRow):
                 draw_row(ax, row, y)
         label_rows(ax, [row if isinstance(row, str) else row.name for row in rows])
         for label, row in zip(ax.get_yticklabels(), rows, strict=True):
@@ -89,7 +89,7 @@ def corrected_effects(
         p, better = found["p_holm"], (found["value"] < 0) == lower_is_better
         token = "muted" if p is None or p >= 0.05 else "blue" if better else "orange"
         low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
-        rows.append(Row(name, scale * found["value"], low, high, effect(found, scale)[0], token, hollow))
+        rows.append(IntervalRow(name, scale * found["value"], low, high, effect(found, scale)[0], token, hollow))
     note = ("← better" if lower_is_better else "better →", "blue")
     return interval_chart(
         key, rows, title=title, caption=caption, x=x, width=WIDE, height=70 + 27 * len(rows), left=left, right=90,
@@ -103,7 +103,7 @@ def horizontal(ax: Any) -> None:
     ax.grid(visible=False, axis="y")
 
 
-def draw_row(ax: Any, row: Row, y: float) -> None:
+def draw_row(ax: Any, row: IntervalRow, y: float) -> None:
     """A dot on row `y` with its interval as a bar, its single values, and what it says."""
     token = colour(row.token)
     if row.low is not None and row.high is not None and math.isfinite(row.low) and math.isfinite(row.high):

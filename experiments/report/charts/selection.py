@@ -7,10 +7,10 @@ from typing import Any
 from flatshift.experiments.report import formats
 from flatshift.experiments.report.charts.intervals import horizontal, label_rows, say
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, dots, label_ends
-from flatshift.experiments.results.run import Selection
+from flatshift.experiments.results.run import SelectionResults
 
 
-def histogram(selection: Selection) -> Chart | None:
+def histogram(selection: SelectionResults) -> Chart | None:
     """Scores of the pool, the chosen part filled, the threshold marked."""
     import numpy as np
 
@@ -57,7 +57,7 @@ def histogram(selection: Selection) -> Chart | None:
         return canvas.chart("selection-scores", title="Scores and the budget", caption=caption)
 
 
-def domain_mix(selection: Selection) -> Chart | None:
+def domain_mix(selection: SelectionResults) -> Chart | None:
     """Share of each domain in the pool and in the selection."""
     counts = selection.domains
     pool, taken = sum(p for p, _ in counts.values()), sum(t for _, t in counts.values())
@@ -91,7 +91,7 @@ def domain_mix(selection: Selection) -> Chart | None:
         return canvas.chart("selection-domains", title="What the selection is made of", caption=caption)
 
 
-def projection_map(selection: Selection) -> Chart | None:
+def projection_map(selection: SelectionResults) -> Chart | None:
     """Pool, selection and target in the plane of map.parquet."""
     points = selection.points
     if not points or not points["x"]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from flatshift.experiments.report import formats
-from flatshift.experiments.report.charts.intervals import Row, draw_row, horizontal
+from flatshift.experiments.report.charts.intervals import IntervalRow, draw_row, horizontal
 from flatshift.experiments.report.figure import WIDE, Canvas, Chart, colour, label_ends
 from flatshift.experiments.results.run import Metrics
 from flatshift.finetune.evaluate.metrics import METRICS, metric_of
@@ -271,7 +271,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
                 token = SPLIT_COLOUR.get(split, "purple")
                 low, high = cell.get("low"), cell.get("high")
                 said = formats.estimate(cell["value"], low, high)[0]
-                draw_row(ax, Row(metric, cell["value"], low, high, said, token), y)
+                draw_row(ax, IntervalRow(metric, cell["value"], low, high, said, token), y)
                 if metric == "accuracy" and split in floors:
                     ax.plot([floors[split]] * 2, [y - 0.5, y + 0.5], color=colour("ink"), linewidth=1.8)
                 ticks.append((y, metric))

@@ -26,7 +26,7 @@ _SETTLING = 3
 
 @dataclass
 class Measures:
-    """An `flatshift.experiments.workflows.context.Probe` of one cell.
+    """An `flatshift.experiments.workflows.context.FineTuneProbe` of one cell.
 
     final: whether its answers are kept, row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured.
     """
@@ -80,7 +80,7 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.compute.precision import autocast
     from flatshift.finetune.data.eval_batching import EvalBatching
-    from flatshift.regularizers.sharpness import FullSpace, Objective, expected_rise
+    from flatshift.regularizers.sharpness import FullSpace, LossFunction, expected_rise
 
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]
     batches = list(EvalBatching.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))
@@ -95,7 +95,7 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
             with autocast(recipe.train, engine.device):
                 yield batch_loss(engine.model, micro.to(engine.device), task=recipe.task) / count
 
-    objective = Objective(engine.model, terms)
+    objective = LossFunction(engine.model, terms)
     with evaluating(engine.model):
         (estimate,) = expected_rise(
             FullSpace(engine.model),

@@ -35,7 +35,7 @@ Kind = Literal["trial", "final", "equal-time"]
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparisonRun:
     """One run of a comparison: a method on a task with a seed and a setting."""
 
     kind: Kind
@@ -162,7 +162,9 @@ class Plan:
             sweep_leftovers(folder)
             rows.write(folder)
 
-    def run(self, kind: Kind, method: str, task: str, seed: int, setting: Setting, *, steps: int | None = None) -> Run:
+    def run(
+        self, kind: Kind, method: str, task: str, seed: int, setting: Setting, *, steps: int | None = None
+    ) -> ComparisonRun:
         """One run. steps: another number of updates than the task's."""
         changes: dict[str, Any] = {"train.seed": seed}
         if steps is not None:
@@ -181,7 +183,7 @@ class Plan:
             point["train.steps"] = steps
         probe = functools.partial(Measures, final=kind != "trial", sharpness=sharpness)
         cell = Cell(key, point, seed, resolved, probe=probe)
-        return Run(kind, method, task, seed, setting, recipe.train.steps, cell)
+        return ComparisonRun(kind, method, task, seed, setting, recipe.train.steps, cell)
 
     def _resolve(
         self, method: str, task: str, setting: Setting | None = None, changes: Mapping[str, Any] | None = None
@@ -210,7 +212,7 @@ Pair = tuple[str, str]
 class Outcome:
     """All results of a comparison."""
 
-    trials: dict[Pair, list[tuple[Run, Result]]] = field(default_factory=dict)
+    trials: dict[Pair, list[tuple[ComparisonRun, Result]]] = field(default_factory=dict)
     chosen: dict[Pair, Setting] = field(default_factory=dict)
     """Setting of the final runs of (method, task)."""
     edge: dict[Pair, bool] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import Any
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.compare.analysis import analyse
-from flatshift.experiments.studies.compare.plan import Outcome, Pair, Plan, Result, Run
+from flatshift.experiments.studies.compare.plan import ComparisonRun, Outcome, Pair, Plan, Result
 from flatshift.experiments.studies.compare.tuning import (
     FAILED,
     Score,
@@ -27,7 +27,7 @@ from flatshift.experiments.studies.compare.tuning import (
     on_edge,
     together,
 )
-from flatshift.experiments.studies.study import Batches, claim_study, run_study_cells
+from flatshift.experiments.studies.study import CellBatches, claim_study, run_study_cells
 from flatshift.finetune.atomic import read_object, write_json
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import metric_of
@@ -48,7 +48,7 @@ def run_study(
     plan.read_rows(out)
     claim_study(out, plan.resolved.to_yaml(), "comparison")
     plan.write_rows()
-    batches = Batches(out, jobs=jobs, console=console, label="compare", on_cell=on_cell)
+    batches = CellBatches(out, jobs=jobs, console=console, label="compare", on_cell=on_cell)
     outcome = Outcome()
     _tune(plan, batches, outcome)
     study = plan.study
@@ -69,7 +69,7 @@ def run_study(
     return outcome
 
 
-def found_of(batches: Batches, run: Run) -> Result:
+def found_of(batches: CellBatches, run: ComparisonRun) -> Result:
     """What a run came to, figures of the judged rows and of `Measures` side by side."""
     found = batches.result(run.cell)
     about = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
@@ -86,15 +86,15 @@ def found_of(batches: Batches, run: Run) -> Result:
     )
 
 
-def _run(batches: Batches, runs: Mapping[Pair, Sequence[Run]], what: str) -> dict[Pair, list[Result]]:
+def _run(batches: CellBatches, runs: Mapping[Pair, Sequence[ComparisonRun]], what: str) -> dict[Pair, list[Result]]:
     batches.run([run.cell for some in runs.values() for run in some], what)
     return {pair: [found_of(batches, run) for run in some] for pair, some in runs.items()}
 
 
-def _tune(plan: Plan, batches: Batches, outcome: Outcome) -> None:
+def _tune(plan: Plan, batches: CellBatches, outcome: Outcome) -> None:
     study = plan.study
 
-    def trial(pair: Pair, setting: Setting) -> Run:
+    def trial(pair: Pair, setting: Setting) -> ComparisonRun:
         return plan.run("trial", *pair, study.tuning_seeds[0], setting)
 
     grids = {
@@ -134,7 +134,7 @@ def _tune(plan: Plan, batches: Batches, outcome: Outcome) -> None:
         outcome.edge[pair] = on_edge(grid, best)
 
 
-def _scores(batches: Batches, plan: Plan, grid: Mapping[Setting, Run]) -> dict[Setting, Score]:
+def _scores(batches: CellBatches, plan: Plan, grid: Mapping[Setting, ComparisonRun]) -> dict[Setting, Score]:
     return {setting: score(found_of(batches, run), plan.metric(run.task)) for setting, run in grid.items()}
 
 

@@ -81,14 +81,14 @@ def _rows(recipe: Recipe) -> int:
     return rows
 
 
-class Run(Protocol):
+class RunCells(Protocol):
     """Runs those cells that have no result."""
 
     def __call__(self, cells: Sequence[Cell], /, label: str = ...) -> None: ...
 
 
 @dataclass(frozen=True)
-class Found:
+class BisectionResult:
     """cells: all that were tried. columns: key → the point's `emc`, for the table. tried: rows, ascending."""
 
     cells: list[Cell]
@@ -153,7 +153,9 @@ class _Search:
         return {"point": self.cell.point, **found, "text": str(self.answer), "tried": tried}
 
 
-def bisect(out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seeds: int, run: Run) -> Found:
+def bisect(
+    out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seeds: int, run: RunCells
+) -> BisectionResult:
     """Search at every point of `cells`, all points at the same time; writes emc.json.
 
     The search is a function of train errors: in each round it is asked again from its start with those that are known,
@@ -172,7 +174,7 @@ def bisect(out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seed
         write_json(out / EMC_FILE, document)
     columns = {cell.key: {"emc": one.answer.value if one.answer else None} for one in searches for cell in one.cells}
     tried = sorted({rows for one in searches for rows in one.tried})
-    return Found([cell for one in searches for cell in one.cells], columns, tried)
+    return BisectionResult([cell for one in searches for cell in one.cells], columns, tried)
 
 
 def _finite(value: float) -> float | None:

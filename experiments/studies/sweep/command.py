@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.config import Sweep
+from flatshift.experiments.recipe.config import SweepConfig
 from flatshift.experiments.recipe.resolve import held_out_lines
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import Branch
@@ -36,7 +36,7 @@ from flatshift.experiments.studies.sweep.bisection import Bisection, bisect, par
 from flatshift.experiments.studies.sweep.directory import (
     PLANNED,
     SEALED,
-    Part,
+    SweepPart,
     check_directory,
     check_finished,
     check_parts,
@@ -77,7 +77,7 @@ def sweep(
     """
     asked = _asked(Base.of(recipe, overrides), options)
     places = _places(options, asked)
-    share = None if options.part is None else Part.parse(options.part)
+    share = None if options.part is None else SweepPart.parse(options.part)
     _refuse_mixtures(options)
     check_parts(options.merge)
     steps = looks(asked.seeds) if options.until is not None else ()
@@ -125,7 +125,7 @@ def sweep(
             return _close(out, cells, more, console, draw)
 
 
-def _planned(out: Path, asked: _Asked, console: Console, share: Part | None) -> tuple[_Asked, list[Cell]]:
+def _planned(out: Path, asked: _Asked, console: Console, share: SweepPart | None) -> tuple[_Asked, list[Cell]]:
     """What is asked for with its precision decided, and its cells.
 
     Raises UserError for a directory that is another's.
@@ -318,7 +318,7 @@ def _asked(base: Base, options: SweepOptions) -> _Asked:
     from flatshift.finetune.train.stage import check_judged
 
     design, points, bisection = options.design, options.points, options.bisect
-    block = base.recipe.sweep or Sweep()
+    block = base.recipe.sweep or SweepConfig()
     if options.grid is not None:
         if not options.grid:
             raise UserError("--grid: give key=v1,v2,…, or leave the flag out for the recipe's own `sweep.grid`")

@@ -137,14 +137,14 @@ def count_others(out: Path, cells: Sequence[Cell]) -> int:
 
 
 @dataclass(frozen=True)
-class Part:
+class SweepPart:
     """One of `of` jobs, counted from 1."""
 
     number: int
     of: int
 
     @classmethod
-    def parse(cls, text: str) -> Part:
+    def parse(cls, text: str) -> SweepPart:
         """`3/8`. Raises UserError for anything else."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None or not 1 <= int(found[1]) <= int(found[2]):

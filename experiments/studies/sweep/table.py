@@ -37,7 +37,7 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
     from flatshift.finetune.train.trace.files import read_trace
 
     rows: list[Row] = []
-    finished, curves = Columns(), Columns()
+    finished, curves = ColumnTable(), ColumnTable()
     for cell in cells:
         directory = out / "cells" / cell.key
         result = read_result(directory)
@@ -112,7 +112,7 @@ def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-class Columns:
+class ColumnTable:
     """Rows gathered column by column: names in order of appearance, absent values None."""
 
     def __init__(self) -> None:

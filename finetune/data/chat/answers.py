@@ -46,7 +46,7 @@ class _ToolsLost(AmbiguousTemplate):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RenderedConversation:
     """A rendered conversation, or the beginning of one that ends with a turn of the assistant."""
 
     text: str
@@ -91,7 +91,7 @@ class AssistantSpans:
         self._tokens = tokens
         self._tails: dict[str, int] = {}  # after content: what the template writes → how much of it ends the turn
 
-    def samples(self, conversation: Conversation, *, last_only: bool) -> list[Sample]:
+    def samples(self, conversation: Conversation, *, last_only: bool) -> list[RenderedConversation]:
         """The samples of a conversation, the one with its last turn first.
 
         Raises:
@@ -236,7 +236,7 @@ class AssistantSpans:
 
     # ------------------------------------------------------------------------------------------- tags
 
-    def _tagged(self, conversation: Conversation, places: Sequence[int]) -> Sample:
+    def _tagged(self, conversation: Conversation, places: Sequence[int]) -> RenderedConversation:
         """The template's own marks, told apart by turn: those that come with a turn are its own."""
         messages, tools = conversation.messages, conversation.tools
         end = places[-1] + 1
@@ -263,16 +263,18 @@ class AssistantSpans:
             begin = self._behind_empty_thoughts(text, *first)
             own_blocks[place] = [(begin, first[1]), *rest] if begin < first[1] or not rest else rest
         spans = tuple(block for place in places for block in own_blocks[place])
-        return Sample(text, spans, own_blocks[places[-1]][0][0])
+        return RenderedConversation(text, spans, own_blocks[places[-1]][0][0])
 
 
-def _together(answers: list[_Answer]) -> list[Sample]:
+def _together(answers: list[_Answer]) -> list[RenderedConversation]:
     """As few samples as hold every answer where it stands as it does when its turn is the last."""
     samples = []
     while answers:
         whole = answers[-1]
         inside = [answer for answer in answers if whole.text.startswith(answer.upto)]
-        samples.append(Sample(whole.text, tuple((answer.start, answer.end) for answer in inside), whole.start))
+        samples.append(
+            RenderedConversation(whole.text, tuple((answer.start, answer.end) for answer in inside), whole.start)
+        )
         answers = [answer for answer in answers if answer not in inside]
     return samples
 

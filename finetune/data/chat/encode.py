@@ -17,7 +17,7 @@ from ...errors import UserError
 from ..encoding import DroppedRows, Truncation, chunks
 from ..example import IGNORE, Encoded, Example, Question
 from ..rows import FORMS, Row
-from .answers import AssistantSpans, Sample
+from .answers import AssistantSpans, RenderedConversation
 from .conversation import open_turns, read_conversation
 from .template import ChatTemplate
 from .tokens import CannotMap, Tokenised, TokenMap
@@ -127,7 +127,7 @@ class ChatEncoder:
 
     def _tokenised(
         self, chunk: Sequence[Row], rest: DroppedRows
-    ) -> Iterator[tuple[Row, list[Sample], list[Tokenised]]]:
+    ) -> Iterator[tuple[Row, list[RenderedConversation], list[Tokenised]]]:
         """The rows of a chunk with their samples, tokenised at once."""
         found = [(row, samples) for row in chunk if (samples := self._samples(row, rest))]
         flat = iter(self.tokens.samples([sample for _, samples in found for sample in samples]))
@@ -139,7 +139,7 @@ class ChatEncoder:
             else:
                 yield row, samples, [one for one in mine if isinstance(one, Tokenised)]
 
-    def _samples(self, row: Row, rest: DroppedRows) -> list[Sample]:
+    def _samples(self, row: Row, rest: DroppedRows) -> list[RenderedConversation]:
         try:
             conversation = read_conversation(row, system=self.task.system)
             return self.answers.samples(conversation, last_only=self.task.turns == "last")
@@ -158,7 +158,7 @@ class ChatEncoder:
         self.counts.bad += 1
 
     def _examples(
-        self, row: Row, samples: Sequence[Sample], tokenised: Sequence[Tokenised], rest: DroppedRows
+        self, row: Row, samples: Sequence[RenderedConversation], tokenised: Sequence[Tokenised], rest: DroppedRows
     ) -> list[Example]:
         counts, limit = self.counts, self.max_length
         counts.rows += 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .answers import Sample, Span
+    from .answers import RenderedConversation, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class TokenMap:
         to the token after it."""
         return self._batch([text])[0][1]
 
-    def samples(self, samples: Sequence[Sample]) -> list[Tokenised | CannotMap]:
+    def samples(self, samples: Sequence[RenderedConversation]) -> list[Tokenised | CannotMap]:
         """Each sample in tokens, or why it cannot be."""
         found: list[Tokenised | CannotMap] = []
         for sample, (ids, places) in zip(samples, self._batch([sample.text for sample in samples]), strict=True):
@@ -58,7 +58,7 @@ class TokenMap:
                 found.append(error)
         return found
 
-    def _sample(self, sample: Sample, ids: list[int], places: list[Span]) -> Tokenised:
+    def _sample(self, sample: RenderedConversation, ids: list[int], places: list[Span]) -> Tokenised:
         edges = {edge for span in sample.spans for edge in span}
         cut = not edges <= {0, *(place for token in places for place in token)}
         if cut:

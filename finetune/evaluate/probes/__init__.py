@@ -32,7 +32,7 @@ _WORD = regex.compile(r"[\p{L}\p{M}\p{N}]+(?:['’][\p{L}\p{M}]+)*")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class WordListProbe:
     """Word lists, and how sentences are made of them."""
 
     groups: dict[str, tuple[str, ...]]
@@ -89,7 +89,7 @@ def shipped() -> dict[str, Path]:
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
-def sentences(probe: Probe) -> Sentences:
+def sentences(probe: WordListProbe) -> Sentences:
     """All of them. Raises UserError for a probe without templates."""
     if not probe.templates:
         raise UserError("probe: there are no `templates` to ask association by")
@@ -105,7 +105,9 @@ def sentences(probe: Probe) -> Sentences:
     return made
 
 
-def association(probe: Probe, made: Sentences, nats: NDArray[np.float64], *, resamples: int = 1000) -> dict[str, Any]:
+def association(
+    probe: WordListProbe, made: Sentences, nats: NDArray[np.float64], *, resamples: int = 1000
+) -> dict[str, Any]:
     """What the sentences' nats (N,) say: for each group but the first, `{set: {value, low, high, n, words}}` with
     log p(its sentence) − log p(that of the first group), and under `between` the difference of each set to the first.
 
@@ -148,7 +150,7 @@ def association(probe: Probe, made: Sentences, nats: NDArray[np.float64], *, res
     return found
 
 
-def cooccurrence(probe: Probe, texts: Sequence[str], *, resamples: int = 1000) -> dict[str, Any]:
+def cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resamples: int = 1000) -> dict[str, Any]:
     """Of each group, `{near, texts, sets: {set: {count, value, low, high, n}}}`: words near one of the group's words,
     texts that have one, and of those words the share that are of the set, with an interval by bootstrap over texts
     (none for a count of zero, of which draws of the same texts say nothing).

@@ -13,12 +13,12 @@ standin.py    what evaluation calls like the whole model
 from .cut import OtherStageBlock, check_pipeline, cut, cut_parts, split, stage_costs, tied_sources
 from .plan import bubble, schedules
 from .runner import PipelineRunner
-from .stage import Parts
+from .stage import StageModules
 
 __all__ = [
     "OtherStageBlock",
-    "Parts",
     "PipelineRunner",
+    "StageModules",
     "bubble",
     "check_pipeline",
     "cut",

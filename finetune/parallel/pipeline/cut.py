@@ -16,12 +16,12 @@ from torch import nn
 from ...config import Mesh
 from ...errors import UserError
 from ...models.anatomy import Anatomy
-from ...models.families import Stack
+from ...models.families import BlockStack
 from ...models.weight_names import canonical
 from ..mesh import ProcessMesh
 from .other_stage_block import BiasOnly, OtherStageBlock, StageInput, StageOutput
 from .plan import stages_of, virtual_stages
-from .stage import Parts
+from .stage import StageModules
 
 __all__ = ["Costs", "OtherStageBlock", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
 
@@ -163,7 +163,7 @@ def cut(model: nn.Module, blocks: range) -> None:
 
 def cut_parts(
     model: nn.Module, whole: Callable[[], nn.Module], *, mesh: Mesh, world: ProcessMesh, tokens: int = 0
-) -> tuple[Parts, tuple[int, ...]]:
+) -> tuple[StageModules, tuple[int, ...]]:
     """This rank's stages of a model on meta, checked and cut, and their numbers.
 
     Args:
@@ -181,7 +181,7 @@ def cut_parts(
     parts = [model, *(whole() for _ in stages[1:])]
     for part, stage in zip(parts, stages, strict=True):
         cut(part, runs[stage])
-    return Parts(parts), stages
+    return StageModules(parts), stages
 
 
 _ENCODER_STATES = 3  # among the positional arguments of a T5 block
@@ -206,7 +206,7 @@ def _cut_encoder_decoder(anatomy: Anatomy, blocks: range, make: _Ports) -> None:
 
 def _cut_stack(
     anatomy: Anatomy,
-    stack: Stack,
+    stack: BlockStack,
     blocks: range,
     make: _Ports,
     offset: int = 0,

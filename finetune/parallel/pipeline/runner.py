@@ -23,7 +23,7 @@ from ..mesh import DATA, ProcessMesh
 from .other_stage_block import OtherStageBlock
 from .pieces import cut_micros
 from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
-from .stage import Around, Parts, Stage
+from .stage import Around, StageModel, StageModules
 from .stage_transport import StageTransport, StandIn
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 class PipelineRunner:
     """The stages of this rank and what is done with them. Every rank along `pp` calls every verb at once."""
 
-    def __init__(self, parts: Parts, *, mesh: Mesh, world: ProcessMesh, tokens: ContextParallel | None = None) -> None:
+    def __init__(
+        self, parts: StageModules, *, mesh: Mesh, world: ProcessMesh, tokens: ContextParallel | None = None
+    ) -> None:
         """Collective along pp; before the first forward pass.
 
         Args:
@@ -49,7 +51,7 @@ class PipelineRunner:
         self._anatomy = Anatomy.of(parts[0])
         scatters = mesh.tp > 1 and not mesh.sequence_parallel and self._anatomy.width % mesh.tp == 0
         group = world.group("tp") if scatters else None
-        self.stages = [Stage(parts[i], index, self.total, scattered=group) for i, index in enumerate(indices)]
+        self.stages = [StageModel(parts[i], index, self.total, scattered=group) for i, index in enumerate(indices)]
         self._share = (mesh.tp if mesh.sequence_parallel else 1, mesh.tp if scatters else 1)
         """By what tokens and width of the hidden states are divided that a tensor-parallel rank sends."""
         self.passing = StageTransport(self.stages, mesh=mesh, world=world)
@@ -231,7 +233,7 @@ class PipelineRunner:
         one_each = self.mesh.schedule in ("gpipe", "1f1b")
         return kind(stages[0] if one_each else stages, len(pieces), loss_fn=lambda out, target: out, scale_grads=False)
 
-    def _torch_stage(self, stage: Stage, piece: Batch, dtype: torch.dtype) -> Any:
+    def _torch_stage(self, stage: StageModel, piece: Batch, dtype: torch.dtype) -> Any:
         from torch.distributed.pipelining import PipelineStage
 
         class Connected(PipelineStage):

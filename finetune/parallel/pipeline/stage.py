@@ -18,7 +18,7 @@ Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
 """What surrounds the forward pass of (piece, stage): randomness and precision."""
 
 
-class Parts(nn.Module):
+class StageModules(nn.Module):
     """The stages of a rank as children `part0`, `part1`, …, whose names `flatshift.finetune.parallel.layout.canonical`
     strips."""
 
@@ -34,7 +34,7 @@ class Parts(nn.Module):
         return list(self.children())[index]
 
 
-class Stage(nn.Module):
+class StageModel(nn.Module):
     """A cut model with its ports.
 
     Called as `stage(*received, piece=index)` between `begin` and `end`; `run` is a single forward pass.

@@ -16,7 +16,7 @@ from ...models.anatomy import NAMES
 from ..mesh import TOKENS, ProcessMesh
 from .pieces import Piece
 from .plan import rank_of
-from .stage import Around, Parts, Stage
+from .stage import Around, StageModel, StageModules
 
 if TYPE_CHECKING:
     from ..mesh import ProcessMesh
@@ -29,7 +29,7 @@ _DIMS = 6
 class StageTransport:
     """Sends hidden states on from stage to stage. Every rank along `pp` calls every verb at once."""
 
-    def __init__(self, stages: Sequence[Stage], *, mesh: Mesh, world: ProcessMesh) -> None:
+    def __init__(self, stages: Sequence[StageModel], *, mesh: Mesh, world: ProcessMesh) -> None:
         """
         Args:
             stages: this rank's, ascending.
@@ -71,14 +71,14 @@ class StageTransport:
             stage.release()
         return [self._share(result) for result in results] if share else results
 
-    def _received(self, stage: Stage, before: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    def _received(self, stage: StageModel, before: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """What comes from the previous stage, `before` if it is this rank's."""
         if stage.index == 0 or self._ranks[stage.index - 1] == self._here:
             return before if stage.index else ()
         peer = self._ranks[stage.index - 1]
         return tuple(self._recv(peer) for _ in range(int(self._recv_header(peer)[0])))
 
-    def _send(self, stage: Stage, out: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
+    def _send(self, stage: StageModel, out: tuple[Tensor, ...]) -> list[tuple[Any, Tensor]]:
         peer = self._ranks[stage.index + 1]
         if peer == self._here:
             return []
@@ -136,7 +136,7 @@ class StandIn(nn.Module):
     `eval()` and `train()` reach the stages of this rank.
     """
 
-    def __init__(self, parts: Parts, passing: StageTransport, *, config: Any, world: ProcessMesh) -> None:
+    def __init__(self, parts: StageModules, passing: StageTransport, *, config: Any, world: ProcessMesh) -> None:
         """
         Args:
             config: the backbone's.

@@ -14,7 +14,7 @@ from ...models.weight_names import canonical
 from ..layout import Slice, TensorParallelLayout
 from ..mesh import ProcessMesh
 from . import borders
-from .plans import Found, FoundRegion, check_tensor_plan, find
+from .plans import FoundRegion, PlanMatch, check_tensor_plan, find
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
@@ -104,7 +104,7 @@ def _border(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: 
 # --------------------------------------------------------------------------------------------- vocabulary
 
 
-def _cut_vocabulary(found: Found, cutter: Cutter, group: dist.ProcessGroup) -> None:
+def _cut_vocabulary(found: PlanMatch, cutter: Cutter, group: dist.ProcessGroup) -> None:
     for embedding in found.embeddings.values():
         held = _held(embedding.num_embeddings, cutter, group)
         cutter.cut(embedding.weight, 0)
@@ -125,7 +125,7 @@ def _held(size: int, cutter: Cutter, group: dist.ProcessGroup) -> VocabularySlic
 # --------------------------------------------------------------------------------------------- tokens
 
 
-def _split_tokens(found: Found, cutter: Cutter, group: dist.ProcessGroup) -> None:
+def _split_tokens(found: PlanMatch, cutter: Cutter, group: dist.ProcessGroup) -> None:
     """Between the first block's input and the last norm's output a rank has its tokens only, and so what one pipeline
     stage sends to the next."""
 

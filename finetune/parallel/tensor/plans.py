@@ -43,7 +43,7 @@ class FoundRegion:
 
 
 @dataclass
-class Found:
+class PlanMatch:
     """What of a plan this model (or pipeline stage) has, in order."""
 
     plan: TensorPlan
@@ -58,14 +58,14 @@ class Found:
     norm: nn.Module | None = None
 
 
-def find(model: nn.Module) -> Found:
+def find(model: nn.Module) -> PlanMatch:
     """Match the plan of `model` with its modules; blocks of other pipeline stages have no parameters and are absent.
 
     Raises:
         UserError: no plan; or a layer in a block that the plan does not know.
     """
     base, plan = backbone_of(model), plan_of(model)
-    found = Found(plan)
+    found = PlanMatch(plan)
     for name, module in base.named_modules():
         if _ends(name, plan.blocks) and any(True for _ in module.parameters()):
             found.biases += _biases(plan, module)
@@ -156,7 +156,7 @@ def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> 
     _check_adapters(found)
 
 
-def _check_sizes(model: nn.Module, found: Found, tp: int) -> None:
+def _check_sizes(model: nn.Module, found: PlanMatch, tp: int) -> None:
     sizes = list(_sizes(backbone_of(model), found))
     common = math.gcd(*(size for _, size in sizes))
     for what, size in sizes:
@@ -168,7 +168,7 @@ def _check_sizes(model: nn.Module, found: Found, tp: int) -> None:
             )
 
 
-def _sizes(base: Any, found: Found) -> Iterator[tuple[str, int]]:
+def _sizes(base: Any, found: PlanMatch) -> Iterator[tuple[str, int]]:
     """What must divide, each with a name, most telling first."""
     config = base.config
     yield "attention heads", config.num_attention_heads
@@ -189,7 +189,7 @@ def _inputs(layer: Any) -> int:
     return base.nx if hasattr(base, "nx") else base.in_features
 
 
-def _check_adapters(found: Found) -> None:
+def _check_adapters(found: PlanMatch) -> None:
     for place in found.regions:
         for name, layer in {**place.columns, place.region.row: place.row}.items():
             _check_layer(f"{place.block}.{name}", layer)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatshift.regularizers.layers.adapters import Adapters
 from flatshift.regularizers.layers.frozen import is_quantised
-from flatshift.regularizers.sharpness import AdapterSpace, Hessian, Objective, Sharpness, Space, lanczos, measure
+from flatshift.regularizers.sharpness import AdapterSpace, Hessian, LossFunction, Sharpness, Space, lanczos, measure
 from flatshift.regularizers.sharpness.spaces import Loss, Purpose
 
 from ...compute.loss import Head, batch_loss
@@ -88,7 +88,7 @@ def preconditioned_sharpness(
     with in_float32(model):
         space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
         start = space.signs(seed, "start", 0)
-        product = Hessian.calibrated(space, Objective(model, loss), start)
+        product = Hessian.calibrated(space, LossFunction(model, loss), start)
         return lanczos(product, start, steps=PRODUCTS, tolerance=Sharpness().tolerance).largest.value
 
 
@@ -127,7 +127,7 @@ def mean_squares(
     found = {name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for name, p in parameters.items()}
     with in_float32(model):
         for loss in losses:
-            _, gradients = Objective(model, loss).gradient(list(parameters.values()))
+            _, gradients = LossFunction(model, loss).gradient(list(parameters.values()))
             for total, gradient in zip(found.values(), gradients, strict=True):
                 total.addcmul_(gradient, gradient, value=1 / len(losses))
     return found
@@ -166,17 +166,17 @@ class Preconditioned(Space):
 
         return cls(inner, flat(shrink), flat(weights))
 
-    def gradient(self, objective: Objective, at: Tensor | None = None) -> tuple[float, Tensor]:
+    def gradient(self, objective: LossFunction, at: Tensor | None = None) -> tuple[float, Tensor]:
         value, gradient = self.inner.gradient(objective, None if at is None else at * self.shrink)
         return value, gradient * self.shrink
 
-    def value(self, objective: Objective, at: Tensor) -> float:
+    def value(self, objective: LossFunction, at: Tensor) -> float:
         return self.inner.value(objective, at * self.shrink)
 
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> Any:
         return self.inner.draw(seed, purpose, index, exact=exact)
 
-    def value_along(self, objective: Objective, parts: Sequence[tuple[float, Any]]) -> float:
+    def value_along(self, objective: LossFunction, parts: Sequence[tuple[float, Any]]) -> float:
         return self.inner.value_along(objective, parts)
 
 

@@ -36,7 +36,7 @@ def per_example(
     *,
     task: Task,
     head: Head | None = None,
-) -> Judged:
+) -> ExampleScores:
     """Judge every example alone in its row (those that training packs are unpacked here).
 
     Dropout is off inside; afterwards every module is in the mode that it had, and no random state was touched.
@@ -65,7 +65,7 @@ def per_example(
             loss[index] = _sums(nats.double(), rows, len(index))
             wrong[index] = _sums(misses.long(), rows, len(index))
             supervised[index] = _sums(torch.ones_like(rows), rows, len(index))
-    return Judged(loss, wrong, supervised, predicted if task.one_class else None)
+    return ExampleScores(loss, wrong, supervised, predicted if task.one_class else None)
 
 
 def _sums(values: Tensor, rows: Tensor, count: int) -> np.ndarray:
@@ -99,7 +99,7 @@ def _judge(
 
 
 @dataclass(frozen=True)
-class Judged:
+class ExampleScores:
     """What a model makes of n examples, in their order, against the labels they were encoded with."""
 
     loss: NDArray[np.float64]
@@ -122,7 +122,7 @@ class Flipped:
     """(n,) the class before it was; None for tasks that predict tokens."""
 
 
-def split_figures(split: str, judged: Judged, flipped: Flipped | None = None) -> dict[str, float | None]:
+def split_figures(split: str, judged: ExampleScores, flipped: Flipped | None = None) -> dict[str, float | None]:
     """`<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`; with `flipped` also the error on clean
     and on noisy examples, and which of the latter were memorised or recovered.
 

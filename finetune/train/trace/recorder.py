@@ -28,14 +28,14 @@ from ...run_directory import disk_full_interrupts
 from ...seeds import derive
 from ..optimizer import AdapterOptimizer
 from ..schedule import Schedule
-from .examples import Flipped, Judged, per_example, split_figures
+from .examples import ExampleScores, Flipped, per_example, split_figures
 from .factors import AdaptedLayers, adapter_figures, global_norm, gradient_figures, is_factor_a, is_factor_b
 from .files import ABOUT, about, recorded_steps
 
 if TYPE_CHECKING:
     from flatshift.regularizers.sharpness.spaces import Loss
 
-    from ..checkpointer import Progress
+    from ..checkpointer import TrainingState
     from ..stage import TrainingStage
 
 
@@ -138,11 +138,11 @@ class Recorder:
         moved = global_norm(p.detach() - before[name] for name, p in factors.items())
         self._update["update.relative"] = moved / global_norm(before.values())
 
-    def wants(self, progress: Progress) -> bool:
+    def wants(self, progress: TrainingState) -> bool:
         """Whether figures of the state after `progress.step` updates are wanted."""
         return self._recording is not None and (progress.step in self._steps or progress.stopped_early)
 
-    def at(self, progress: Progress, attempt: int) -> None:
+    def at(self, progress: TrainingState, attempt: int) -> None:
         """Record the state after `progress.step` updates, if figures of it are wanted (or the stage ends early)."""
         if self._recording is None or not self.wants(progress):
             return
@@ -173,7 +173,7 @@ class Recorder:
             figures |= self._curvature(recording.curved, step)
         return figures
 
-    def _judge(self, examples: Sequence[Example]) -> Judged:
+    def _judge(self, examples: Sequence[Example]) -> ExampleScores:
         return per_example(self._engine.model, examples, self._inference, task=self._stage.task, head=self._head)
 
     def _curvature(self, rows: Sequence[Example], step: int) -> dict[str, float | None]:
