@@ -17,14 +17,14 @@ from pathlib import Path
 
 from benchmarks._harness import ROOT
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.config import SweepConfig
 from flatshift.experiments.recipe.key import recipe_key
+from flatshift.experiments.recipe.schema import SweepConfig
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import FORMAT, MARKER, RESULT
 from flatshift.experiments.results.sweep import STEP
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.sweep.axes import Axes, as_values
-from flatshift.experiments.studies.sweep.plan import plan_cells
+from flatshift.experiments.studies.sweep.sweep_plan import plan_cells
 from flatshift.experiments.studies.sweep.table import write_table
 from flatshift.finetune.atomic import write_json, write_text
 

@@ -106,8 +106,8 @@ def duplicates() -> Work:
     """Near duplicates among texts of the pool and copies of them with every twentieth word changed."""
     import numpy as np
 
-    from flatshift.selection.hygiene.config import NearDuplicates as Settings
     from flatshift.selection.hygiene.duplicates import NearDuplicateGroups
+    from flatshift.selection.hygiene.hygiene_config import NearDuplicates as Settings
 
     found = texts()
     twins = [" ".join("x" if i % 20 == 19 else w for i, w in enumerate(text.split())) for text in found]

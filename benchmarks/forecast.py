@@ -31,7 +31,7 @@ from flatshift.experiments.results.sweep import read_sweep
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.statistics.kernel import extrapolate, soonest
 from flatshift.experiments.studies.sweep import sweep
-from flatshift.experiments.workflows.forecast import Axes, forecast_rows
+from flatshift.experiments.workflows.error_forecast import Axes, forecast_rows
 from flatshift.finetune.atomic import write_json, write_text
 
 SHIPPED = ("banking", "scicite", "snli")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks._harness import Benchmark, interleave, limit_threads
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select.embedding import tokenizer_of
 from flatshift.finetune.data.rows import read_rows
 from flatshift.selection import ClassifierSelector, CynicalSelector, DSIRSelector, MooreLewisSelector, Pool, TokenRows

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from benchmarks._harness import Benchmark, cpu_clock, in_child, rows_by_group
 from flatshift.finetune.compute.process_memory import process_bytes
 from flatshift.finetune.config import Adapter
-from flatshift.finetune.parallel.pipeline.plan import bubble
+from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble
 from flatshift.finetune.planner.calibration import MemoryOverhead, process_slack
 from flatshift.finetune.planner.cluster import read_sizes
 from flatshift.finetune.planner.throughput import DEVICES, StepLayout, seconds
@@ -313,7 +313,7 @@ def search(bench: Benchmark) -> None:
 def searched() -> dict[str, float]:
     """CPU-seconds and the most resident bytes of this process until the plan is there."""
     from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.workflows.plan import plan
+    from flatshift.experiments.workflows.mesh_plan import plan
 
     rows = [from_override("train.max_length", "4096"), from_override("train.batch_size", "1024")]
     found = plan("language-model", rows, model="llama-3.1-70b", gpus="1024xH100-80")

@@ -33,7 +33,7 @@ from benchmarks.first_study import TARGETS
 from flatshift.experiments.data.sources import batches_ahead
 from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import Resolved, from_override, load_recipe
-from flatshift.experiments.studies.compare.plan import Plan
+from flatshift.experiments.studies.compare.comparison_plan import Plan
 from flatshift.experiments.studies.compare.tuning import Setting
 from flatshift.experiments.studies.warmups import Arm
 from flatshift.experiments.workflows.build import load_model

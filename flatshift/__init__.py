@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flatshift.api import select as select
     from flatshift.api import sweep as sweep
     from flatshift.api import train as train
-    from flatshift.experiments.recipe.config import Recipe as Recipe
+    from flatshift.experiments.recipe.schema import Recipe as Recipe
     from flatshift.experiments.report import build_report as build_report
     from flatshift.experiments.workflows.evaluate import evaluate_run as evaluate_run
     from flatshift.finetune.data.rows import read_rows as read_rows
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _PUBLIC = {
-    "Recipe": "flatshift.experiments.recipe.config",
+    "Recipe": "flatshift.experiments.recipe.schema",
     "UserError": "flatshift.finetune.errors",
     "SelectionError": "flatshift.selection.errors",
     "RunCells": "flatshift.api",

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from flatshift.experiments.recipe import Resolved
-    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.recipe.tree import Branch
     from flatshift.experiments.results.sweep import SweepData
     from flatshift.finetune.evaluate.bootstrap import BootstrapInterval
@@ -65,8 +65,8 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
 def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
     """Whatever stands for a recipe, resolved."""
     from flatshift.experiments.recipe import Resolved, from_mapping
-    from flatshift.experiments.recipe.config import Recipe
     from flatshift.experiments.recipe.resolve import resolve_tree
+    from flatshift.experiments.recipe.schema import Recipe
 
     if isinstance(recipe, str | Path):
         return load_recipe(recipe, overrides)

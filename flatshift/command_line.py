@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 
 from flatshift.experiments.recipe import from_override, refuse_contradictions
-from flatshift.experiments.recipe.config import Recipe, ending_with
+from flatshift.experiments.recipe.schema import Recipe, ending_with
 from flatshift.experiments.run.console import others_speak
 from flatshift.finetune.config import LONGEST
 from flatshift.finetune.errors import UserError, shortened

@@ -13,7 +13,7 @@ import typing
 from pathlib import Path
 from typing import Any, Union
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import key_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipes.md"

@@ -14,7 +14,7 @@ from flatshift.experiments.recipe.rules import RULES as RECIPE_RULES
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.models.families import context_families, pipeline_families, tensor_plans
 from flatshift.finetune.parallel.pipeline import bubble, schedules
-from flatshift.finetune.parallel.pipeline.plan import virtual_stages
+from flatshift.finetune.parallel.pipeline.pipeline_plan import virtual_stages
 from flatshift.finetune.planner.rules import RULES, RuleSettings, broken_rule
 from flatshift.finetune.stacked.limits import REASONS
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq

@@ -55,7 +55,7 @@ class Setting:
 
 def settings() -> list[Setting]:
     """All that take a number or a text."""
-    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.schema import Recipe
 
     found = dict.fromkeys(_below(Recipe, "", ()))
     return [one for one in found if not one.key.startswith(("comparison", "extends"))]

@@ -62,8 +62,8 @@ class Count:
 def _parsers(folder: Path) -> dict[str, Callable[[bytes], None]]:
     """Name → what reads a file of that kind, given its bytes."""
     from flatshift.experiments.recipe.build import build
-    from flatshift.experiments.recipe.config import Recipe
     from flatshift.experiments.recipe.resolve import Resolved
+    from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.recipe.tree import parse, parse_file
     from flatshift.experiments.results.run import read_metrics as read_back
     from flatshift.experiments.studies.sweep.axes import count_of, parse_grid, points_of

@@ -18,7 +18,7 @@ import numpy as np
 
 from flatshift.experiments.data.holdout import SPLITS, Split, folded
 from flatshift.experiments.data.sources import parts_of
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import DataChecks
 from flatshift.finetune.data.columns import Examples
 from flatshift.finetune.data.example import Encoded, Example
@@ -371,7 +371,7 @@ class _NearCopies:
     """Pairs of rows with an estimated Jaccard similarity above a threshold, between a split and the training rows."""
 
     def __init__(self) -> None:
-        from flatshift.selection.hygiene.config import NearDuplicates
+        from flatshift.selection.hygiene.hygiene_config import NearDuplicates
         from flatshift.selection.hygiene.minhash import MinHasher, bands_for
         from flatshift.selection.hygiene.shingles import Shingler
 

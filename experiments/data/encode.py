@@ -23,7 +23,7 @@ import numpy as np
 from flatshift.experiments.data.checks import RowChecks
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
 from flatshift.experiments.data.sources import choose, has_holdout, parts_of
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.assets import beside_weights
 from flatshift.finetune.cache_directory import cache_root
 from flatshift.finetune.data.columns import Examples, ExampleWriter

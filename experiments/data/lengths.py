@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from flatshift.experiments.data.holdout import Split
 from flatshift.experiments.data.sources import judged_train
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.data.columns import Examples
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError

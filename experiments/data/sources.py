@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, set_apart
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import MOST_STEPS, Columns, Data, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.columns import Examples

@@ -21,7 +21,7 @@ from flatshift.experiments.data.sources import (
     mixture_of,
     parts_of,
 )
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.atomic import read_object
 from flatshift.finetune.config import Columns
 from flatshift.finetune.data.columns import Examples, ExampleWriter, open_examples

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe.build import build
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import Resolved, read_origins, resolve_tree
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
 from flatshift.finetune import assets
 from flatshift.finetune.config import Mesh, Precision, Train

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.schema import Recipe
 
 _PLANS = ("sweep", "comparison", "extends")  # what decides which runs there are, not what one of them gives
 _PLACES = ("device", "threads")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flatshift.experiments.recipe.build import Origins, build, nearest
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Items, Leaf, Tree, from_override, key_of, merge, parse, parse_file
 from flatshift.finetune.atomic import read_object
 from flatshift.finetune.config import Files, Source, TrainFiles

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flatshift.experiments.recipe.config import Recipe, WarmUp, warm_up_task
+from flatshift.experiments.recipe.schema import Recipe, WarmUp, warm_up_task
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.selection.config import GotD

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import Adapter, Optimizer, Train
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Select
+from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import Records
 from flatshift.finetune.data.rows import Row, require_rows

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.adapted import Embed, gradient_embedder
 from flatshift.experiments.select.pool import PoolRecords, Records

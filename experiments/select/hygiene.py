@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flatshift.experiments.data.splits import read_splits
-from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.atomic import json_text
 from flatshift.finetune.config import Columns, Files

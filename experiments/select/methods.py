@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Bar, Console
 from flatshift.experiments.select.kept import kept_losses
 from flatshift.finetune.data.rows import Row

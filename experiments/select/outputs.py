@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.atomic import json_text
 from flatshift.finetune.data.rows import Row

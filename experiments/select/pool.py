@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.config import Files
 from flatshift.finetune.data.rows import Row, limit_rows, read_rows, require_rows

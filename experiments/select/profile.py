@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select.pool import PoolAndTarget
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.selection.methods.base import Selector

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select.adapted import Embed
 from flatshift.experiments.select.embedding import ByItself, embedding_by_itself
 from flatshift.finetune.errors import UserError

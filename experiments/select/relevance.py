@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.recipe.config import Select
+from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.blank_rows import known_rows
 from flatshift.experiments.select.embedding import Vectors

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import unfinished
 from flatshift.experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
-from flatshift.experiments.select.checks import can_check, check_choice, non_fatal
 from flatshift.experiments.select.copies import without_copies
 from flatshift.experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
 from flatshift.experiments.select.hygiene import clean_rows
@@ -41,6 +40,7 @@ from flatshift.experiments.select.outputs import plain, write_choice
 from flatshift.experiments.select.pool import PoolAndTarget, chunked, domains_of, read_pool, read_records
 from flatshift.experiments.select.profile import profile_choice
 from flatshift.experiments.select.relevance import check_relevance, judge_domains
+from flatshift.experiments.select.selection_checks import can_check, check_choice, non_fatal
 from flatshift.experiments.select.target import check_target, read_target, target_record
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.data.files import describe

@@ -15,7 +15,7 @@ import numpy as np
 
 from flatshift.experiments.data.holdout import RowKeys, set_apart
 from flatshift.experiments.data.splits import read_splits
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import Records, read_records
 from flatshift.finetune.atomic import read_object

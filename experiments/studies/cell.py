@@ -32,7 +32,7 @@ from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
     from flatshift.experiments.data.splits import Prepared
-    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.workflows.context import FineTuneProbe
 
 _DONE = Path("stages", "fine-tune", "done.json")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.data.splits import Prepared, prepare
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import graceful_stop
 from flatshift.experiments.studies.cell import Cell, Result, finish_cell, result_of, run_cell, train_cell, without_cache

@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.build import nearest
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import apply_overrides, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.run.console import Console

@@ -12,7 +12,7 @@ from typing import Any
 
 from flatshift.experiments.data.sources import judged_train
 from flatshift.experiments.data.splits import Prepared, read_splits
-from flatshift.experiments.recipe.config import Recipe, warm_up_task
+from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.run.console import Console
 from flatshift.finetune.adapters.initial_values import InitialAdapter
 from flatshift.finetune.atomic import read_object, replacing, write_json

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from flatshift.experiments.data.splits import Prepared
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console, Draw, graceful_stop
 from flatshift.experiments.workflows.build import Laid, load_model
 from flatshift.finetune.compute.cuda_status import resolve_device

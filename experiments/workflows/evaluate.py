@@ -22,7 +22,7 @@ import numpy as np
 from flatshift.experiments.data.encode import encode_rows
 from flatshift.experiments.data.sources import SourceFiles
 from flatshift.experiments.data.splits import learnt, prepare, prepare_apart, read_splits
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import (

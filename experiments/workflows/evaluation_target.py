@@ -15,8 +15,8 @@ from typing import Any
 
 from flatshift.experiments.recipe.auto import resolve_auto
 from flatshift.experiments.recipe.build import build
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, from_override, merge
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.generate import adapted_recipe, alone

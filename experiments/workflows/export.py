@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.data.splits import learnt
 from flatshift.experiments.recipe import resume_recipe
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.folder_check import compare, expected
 from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
 from flatshift.experiments.workflows.model_card import card, published_name, run_title

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.build import load_model
 from flatshift.experiments.workflows.saved_tokenizer import RunRows, run_rows
 from flatshift.finetune.atomic import read_object

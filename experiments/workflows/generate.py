@@ -14,7 +14,7 @@ from typing import Any
 
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import resolve_device_precision
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import load_model

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.atomic import read_object, write_json
 from flatshift.finetune.data.encoding import end_token
 from flatshift.finetune.models.backbone import Backbone, open_backbone

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.data.splits import Prepared
-from flatshift.experiments.recipe.config import Recipe, warm_up_task
+from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.finetune.atomic import read_object, replacing_directory
 from flatshift.finetune.config import Adapter
 from flatshift.finetune.errors import UserError

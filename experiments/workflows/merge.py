@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flatshift.experiments.recipe import resume_recipe
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.export import known_labels, require_trained, rows_in_reach
 from flatshift.experiments.workflows.folder_check import Expected, compare, expected
 from flatshift.experiments.workflows.generation_settings import (

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.run_parts import FINE_TUNE, WARM_UP
 from flatshift.finetune import assets
 from flatshift.finetune.atomic import read_object

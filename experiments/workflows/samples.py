@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from flatshift.experiments.data.splits import learnt
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.key import short_hash
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.generate import adapted_recipe, alone
 from flatshift.experiments.workflows.run_parts import check_run
 from flatshift.finetune.compute.numerics import evaluating

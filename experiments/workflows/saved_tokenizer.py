@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.data.sources import parts_of
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError, first_line

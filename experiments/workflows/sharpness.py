@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatshift.experiments.data.splits import prepare, prepare_apart
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.auto import resolve_device_precision
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.workflows.build import load_model, skipped_rows_summary
@@ -31,7 +31,7 @@ from flatshift.finetune.run_directory import resume_command
 from flatshift.finetune.seeds import numpy_generator
 from flatshift.finetune.train.trace.curvature import mean_loss
 from flatshift.regularizers.sharpness import Sharpness, SharpnessResult, measure
-from flatshift.regularizers.sharpness.config import measure_name
+from flatshift.regularizers.sharpness.sharpness_config import measure_name
 
 if TYPE_CHECKING:
     from torch import nn

@@ -44,9 +44,9 @@ from flatshift.experiments.data.splits import (
 )
 from flatshift.experiments.recipe import Resolved, resume_recipe
 from flatshift.experiments.recipe.auto import resolve_auto
-from flatshift.experiments.recipe.config import Recipe, warm_up_task
 from flatshift.experiments.recipe.resolve import held_out_lines, template_copy
 from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.recipe.schema import Recipe, warm_up_task
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Bar, Console, Draw
 from flatshift.experiments.run.resumable_directory import unfinished

@@ -32,7 +32,7 @@ from ..models.anatomy import blocks
 from ..models.quantize import scales
 from ..parallel.engine import Engine
 from ..parallel.layout import local
-from ..parallel.pipeline.plan import bubble, full_pieces, pieces_per_micro, virtual_stages
+from ..parallel.pipeline.pipeline_plan import bubble, full_pieces, pieces_per_micro, virtual_stages
 from .footprint import Sizes, mask_bytes, recomputed_bytes, work_bytes
 from .perturbation import perturbation_bytes
 

@@ -12,12 +12,12 @@
 from collections.abc import Iterator
 from typing import get_args
 
+from .base import BaseTask as BaseTask
 from .chat import Chat as Chat
 from .classify import Classify as Classify
 from .completion import Completion as Completion
 from .language_model import LanguageModel as LanguageModel
 from .masked_lm import MaskedLM as MaskedLM
-from .objective import BaseTask as BaseTask
 from .preference import Preference as Preference
 from .regress import Regress as Regress
 from .seq2seq import Seq2Seq as Seq2Seq

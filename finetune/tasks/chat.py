@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .objective import BaseTask, Usage
+from .base import BaseTask, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

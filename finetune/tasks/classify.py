@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from .objective import ByExample, Usage
+from .base import ByExample, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor

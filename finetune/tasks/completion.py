@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
 from ..errors import UserError
-from .objective import Templated
+from .base import Templated
 
 if TYPE_CHECKING:
     from ..data.encoding import Made, RowEncoder

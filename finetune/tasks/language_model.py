@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .objective import BaseTask
+from .base import BaseTask
 
 if TYPE_CHECKING:
     from ..data.encoding import Made, RowEncoder

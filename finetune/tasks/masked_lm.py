@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..config import check_bounds
-from .objective import BaseTask, Usage
+from .base import BaseTask, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
+from .base import Templated, Usage
 from .chat import Chat
-from .objective import Templated, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..errors import UserError
-from .objective import ByExample, Usage
+from .base import ByExample, Usage
 
 if TYPE_CHECKING:
     from torch import Tensor

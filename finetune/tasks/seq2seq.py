@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from ..config import check_bounds
 from ..errors import UserError
-from .objective import Templated, Usage
+from .base import Templated, Usage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -262,7 +262,7 @@ def _fields(flags: Flags, prefix: str) -> list[str]:
 
 def _sharpness(flags: Flags, overrides: list[Any]) -> int:
     """`eval --sharpness`; what was not given is left to the study's own defaults."""
-    from flatshift.regularizers.sharpness.config import Sharpness
+    from flatshift.regularizers.sharpness.sharpness_config import Sharpness
 
     given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields(flags, "sharpness_")}
     given = {name: value for name, value in given.items() if value is not None}

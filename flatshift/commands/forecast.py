@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     if flags.out is None:
         raise UserError("--out is missing: name the directory to make")
     from flatshift.experiments.results.forecast import sentences
-    from flatshift.experiments.workflows.forecast import forecast_into
+    from flatshift.experiments.workflows.error_forecast import forecast_into
 
     found = forecast_into(
         load_recipe(flags.recipe, overrides),

@@ -61,11 +61,11 @@ def run(argv: list[str]) -> int:
         if value is not None and not 0 < value < float("inf"):
             raise UserError(f"--{name} {value}: give a number above 0")
     if flags.calibrate:
-        from flatshift.experiments.workflows.plan import calibrated
+        from flatshift.experiments.workflows.mesh_plan import calibrated
 
         print("\n".join(calibrated()))
         return 0
-    from flatshift.experiments.workflows.plan import plan, render
+    from flatshift.experiments.workflows.mesh_plan import plan, render
 
     document = plan(
         flags.recipe,

@@ -14,7 +14,7 @@ from flatshift.api import draw
 from flatshift.command_line import data_override, parse, spawn_ranks, split_overrides
 from flatshift.experiments.recipe import Resolved, load_recipe, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, mesh_flags, named_axes
-from flatshift.experiments.recipe.config import keys_by_room
+from flatshift.experiments.recipe.schema import keys_by_room
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import consistency, failure, spawn

@@ -30,7 +30,7 @@ from flatshift.regularizers.config import BAR
 from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.adapters import Adapters
 from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.checks import (
+from flatshift.regularizers.methods.preconditions import (
     SCHEDULES,
     check_state,
     demand_length,

@@ -29,7 +29,7 @@ from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.forward import AddedTerm, linear_sites, refuse_cut_layers
 from flatshift.regularizers.layers.sites import LoraSite
 from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.checks import (
+from flatshift.regularizers.methods.preconditions import (
     demand_length,
     mark_hooked,
     refuse_reentry,

@@ -26,10 +26,10 @@ from flatshift.regularizers.layers.frozen import accumulation_dtype
 from flatshift.regularizers.layers.signs import MAX_COLUMNS, micro_id, step_id
 from flatshift.regularizers.layers.sites import find_lora_sites, refuse_none
 from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods import checks
-from flatshift.regularizers.methods.checks import mark_hooked, release
+from flatshift.regularizers.methods import preconditions
 from flatshift.regularizers.methods.guidance import scheduled_sigma
 from flatshift.regularizers.methods.noise_scales import FIGURES, NoiseScales
+from flatshift.regularizers.methods.preconditions import mark_hooked, release
 from flatshift.regularizers.methods.samples import SampleCounts
 from flatshift.regularizers.protocol import MetricTensors, Regularizer
 
@@ -43,7 +43,7 @@ def check_settings(config: GGPO) -> None:
     """Raises RegularizerError for a value without a meaning, naming the key."""
 
     def demand(holds: bool, key: str, wanted: str) -> None:
-        checks.require(holds, key, getattr(config, key), wanted)
+        preconditions.require(holds, key, getattr(config, key), wanted)
 
     kinds = get_type_hints(GGPO)
     for key in ("mode", "normalize", "control", "scope", "schedule"):
@@ -51,11 +51,11 @@ def check_settings(config: GGPO) -> None:
         names = [f"`{name}`" for name in known]
         demand(getattr(config, key) in known, key, f"{', '.join(names[:-1])} or {names[-1]}")
 
-    checks.demand_length("sigma", config.sigma)
-    checks.demand_length("beta", config.beta)
+    preconditions.demand_length("sigma", config.sigma)
+    preconditions.demand_length("beta", config.beta)
     demand(0 <= config.ema < 1, "ema", "a number in [0, 1)")
     demand(config.refresh >= 1, "refresh", "a number of steps ≥ 1")
-    checks.demand_length("tolerance", config.tolerance)
+    preconditions.demand_length("tolerance", config.tolerance)
     demand(config.rank is None or 1 <= config.rank <= MAX_COLUMNS, "rank", f"null or a number from 1 to {MAX_COLUMNS}")
     fewest = 1 if config.beta > 0 else 0
     needed = " (β > 0 needs the gradient sketch)" if fewest else ""
@@ -97,7 +97,7 @@ class GGPORegularizer(Regularizer):
         self._batches = SampleCounts()
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        checks.refuse_second_attach(self._attached)
+        preconditions.refuse_second_attach(self._attached)
         if self.config.schedule != "constant" and total_steps < 1:
             raise RegularizerError(
                 f"regularizer.schedule: {self.config.schedule} ramps over the optimizer steps, but there are "
@@ -137,7 +137,7 @@ class GGPORegularizer(Regularizer):
 
     @contextmanager
     def step(self, t: int, *, loss_scale: float = 1.0) -> Iterator[Iterable[int]]:
-        checks.refuse_reentry("GGPO", t, attached=self._attached, inside=self._inside)
+        preconditions.refuse_reentry("GGPO", t, attached=self._attached, inside=self._inside)
         self._step, self._recomputed = t, 0
         sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
         if sigma == 0:  # not a branch of zeros: the very same operations as plain LoRA
@@ -261,7 +261,7 @@ class GGPORegularizer(Regularizer):
         for bank in self._banks:
             expected |= bank.shapes()
         whole = self._placement is ALONE
-        checks.check_state(state, expected, kind="GGPO", seed=self._seed, whole=whole, seed_name="seed")
+        preconditions.check_state(state, expected, kind="GGPO", seed=self._seed, whole=whole, seed_name="seed")
         self._step, self._refreshed = int(state["step"]), int(state["refreshed"])
         for bank in self._banks:
             bank.load(state)

@@ -45,7 +45,7 @@ from flatshift.regularizers.layers.adapters import Adapters
 from flatshift.regularizers.layers.branch import NoiseBranch
 from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.checks import (
+from flatshift.regularizers.methods.preconditions import (
     check_state,
     demand_length,
     lora_layers,

@@ -28,7 +28,7 @@ from flatshift.regularizers.config import NEFTune
 from flatshift.regularizers.errors import RegularizerError
 from flatshift.regularizers.layers.signs import counters, layer_uid, mix64, sign_words, step_id
 from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.checks import (
+from flatshift.regularizers.methods.preconditions import (
     check_state,
     demand_length,
     mark_hooked,

@@ -43,7 +43,7 @@ from flatshift.regularizers.layers.forward import AddedTerm, linear_sites, refus
 from flatshift.regularizers.layers.fused import shaped
 from flatshift.regularizers.layers.sharded import is_sharded
 from flatshift.regularizers.mesh import ALONE, Placement
-from flatshift.regularizers.methods.checks import (
+from flatshift.regularizers.methods.preconditions import (
     demand_length,
     lora_layers,
     mark_hooked,

@@ -20,7 +20,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from flatshift.regularizers.sharpness.config import Sharpness
+from flatshift.regularizers.sharpness.sharpness_config import Sharpness
 
 if TYPE_CHECKING:
     from flatshift.regularizers.sharpness.measured import SharpnessResult, measure

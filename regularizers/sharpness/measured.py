@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from flatshift.regularizers.errors import RegularizerError
-from flatshift.regularizers.sharpness.config import Sharpness
 from flatshift.regularizers.sharpness.measures import (
     Estimate,
     Hessian,
@@ -25,6 +24,7 @@ from flatshift.regularizers.sharpness.measures import (
     line,
     plane,
 )
+from flatshift.regularizers.sharpness.sharpness_config import Sharpness
 from flatshift.regularizers.sharpness.spaces import AdapterSpace, FullSpace, Loss, LossFunction, Space
 
 _SPACES: dict[str, type[AdapterSpace] | type[FullSpace]] = {"adapter": AdapterSpace, "full": FullSpace}

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flatshift.regularizers.sharpness.config import LADDER
+from flatshift.regularizers.sharpness.sharpness_config import LADDER
 from flatshift.regularizers.sharpness.spaces import LossFunction, Space, dot, norm
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from flatshift.selection.hygiene.config import (
+from flatshift.selection.hygiene.hygiene_config import (
     Decontaminate,
     Hygiene,
     Language,
@@ -25,7 +25,7 @@ __all__ = [
     "Language",
     "LengthFilter",
     "Listed",
-    "NearDuplicateGroups",
+    "NearDuplicates",
     "Reference",
     "Repetition",
     "clean",

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.selection.hygiene import config
+from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hygiene.shingles import WORDS, WordHashes, windows
 from flatshift.selection.hygiene.store import Growing, blocks
 
@@ -39,7 +39,7 @@ class Decontaminator:
     finder.contaminated(alive), and finder.cut(text) for each row that it names.
     """
 
-    def __init__(self, settings: config.Decontaminate, evaluation: Sequence[str]):
+    def __init__(self, settings: hygiene_config.Decontaminate, evaluation: Sequence[str]):
         self.settings = settings
         self._words = WordHashes()
         found: dict[int, list[np.ndarray]] = {}
@@ -134,7 +134,7 @@ def _slot(hashes: np.ndarray) -> np.ndarray:
     return (hashes >> np.uint64(64 - _FILTER_BITS)).astype(np.int64)
 
 
-def split(text: str, spans: Spans, settings: config.Decontaminate) -> Spans:
+def split(text: str, spans: Spans, settings: hygiene_config.Decontaminate) -> Spans:
     """The pieces that the rules leave of a text with contamination at `spans` (sorted by start)."""
     pieces: Spans = []
     low = 0

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from flatshift.selection.hygiene import config
+from flatshift.selection.hygiene import hygiene_config
 from flatshift.selection.hygiene.duplicate_clusters import DuplicateClusters, Groups, leaders
 from flatshift.selection.hygiene.external_sort import Keyed
 from flatshift.selection.hygiene.minhash import MinHasher, band_keys, bands_for
@@ -82,7 +82,7 @@ class NearDuplicateGroups:
         SelectionError: the permutations cannot reach the recall.
     """
 
-    def __init__(self, settings: config.NearDuplicates, *, seed: int, memory: int):
+    def __init__(self, settings: hygiene_config.NearDuplicates, *, seed: int, memory: int):
         self.settings = settings
         self.memory = memory
         self.bands, self.rows = bands_for(settings.threshold, settings.permutations, settings.recall)

@@ -20,7 +20,7 @@ import numpy as np
 from flatshift.selection.hygiene.shingles import WORDS, WordHashes, mix, windows
 
 if TYPE_CHECKING:
-    from flatshift.selection.hygiene import config
+    from flatshift.selection.hygiene import hygiene_config
 
 # Function words, the commonest first in no strict order; a word may belong to several languages.
 _COMMON = {
@@ -248,7 +248,7 @@ Verdict = tuple[str, np.ndarray, np.ndarray]
 """(rule in words, (n,) bool: broken, (n,) float64: the figure that was judged)"""
 
 
-def judge(texts: Sequence[str], settings: config.Hygiene) -> Iterator[tuple[str, Verdict]]:
+def judge(texts: Sequence[str], settings: hygiene_config.Hygiene) -> Iterator[tuple[str, Verdict]]:
     """(cause, verdict) of every rule that is turned on, in the order in which they are charged with a drop."""
     if settings.length is not None:
         for verdict in by_length(texts, settings.length):
@@ -260,7 +260,7 @@ def judge(texts: Sequence[str], settings: config.Hygiene) -> Iterator[tuple[str,
             yield "repetition", verdict
 
 
-def by_length(texts: Sequence[str], limits: config.LengthFilter) -> Iterator[Verdict]:
+def by_length(texts: Sequence[str], limits: hygiene_config.LengthFilter) -> Iterator[Verdict]:
     """Characters without the blanks at both ends, and words."""
     characters = np.array([len(text.strip()) for text in texts], dtype=np.float64)
     yield f"fewer than {limits.min_chars} characters", characters < limits.min_chars, characters
@@ -273,14 +273,14 @@ def by_length(texts: Sequence[str], limits: config.LengthFilter) -> Iterator[Ver
             yield f"more than {limits.max_words} words", words > limits.max_words, words
 
 
-def by_language(texts: Sequence[str], wanted: config.Language) -> Verdict:
+def by_language(texts: Sequence[str], wanted: hygiene_config.Language) -> Verdict:
     """The figure is the share of words that are common ones of the detected language (1 for its own script)."""
     found = [detect(text, prefer=wanted.keep) for text in texts]
     broken = [wanted.undecided == "drop" if code is None else code not in wanted.keep for code, _ in found]
     return f"not {' or '.join(wanted.keep)}", np.array(broken, dtype=bool), np.array([share for _, share in found])
 
 
-def by_repetition(texts: Sequence[str], limits: config.Repetition) -> Iterator[Verdict]:
+def by_repetition(texts: Sequence[str], limits: hygiene_config.Repetition) -> Iterator[Verdict]:
     """Each share of `repetition.shares` against its limit, in texts of at least `limits.min_words` words."""
     of = {"repeated lines": limits.lines, "repeated paragraphs": limits.lines}
     of |= {"characters in repeated lines": limits.line_chars, "characters in repeated paragraphs": limits.line_chars}

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from flatshift.selection.errors import SelectionError
-from flatshift.selection.hygiene.config import WORKING_GIB, Hygiene
 from flatshift.selection.hygiene.decontaminate import Decontaminator, Spans
 from flatshift.selection.hygiene.duplicates import ExactDuplicates, NearDuplicateGroups, normalise
 from flatshift.selection.hygiene.filters import judge
+from flatshift.selection.hygiene.hygiene_config import WORKING_GIB, Hygiene
 from flatshift.selection.hygiene.listed import Listed
 from flatshift.selection.hygiene.store import Growing, blocks, made
 

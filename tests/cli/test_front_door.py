@@ -104,7 +104,7 @@ def test_user_mistakes_exit_2_with_one_sentence(arguments: list[str], words: str
 
 def test_the_help_of_train_lists_every_key_once(capsys) -> None:
     from flatshift.cli import run
-    from flatshift.experiments.recipe.config import dotted_keys
+    from flatshift.experiments.recipe.schema import dotted_keys
 
     assert run(["train", "--help"]) == 0
     shown = capsys.readouterr().out.partition("recipe keys")[2]
@@ -118,7 +118,7 @@ def test_the_help_of_train_lists_every_key_once(capsys) -> None:
 
 
 def test_every_last_word_of_a_key_finds_that_key() -> None:
-    from flatshift.experiments.recipe.config import dotted_keys, ending_with
+    from flatshift.experiments.recipe.schema import dotted_keys, ending_with
 
     assert all(key in ending_with(key.rpartition(".")[2]) for key in dotted_keys() if "." in key)
     assert ending_with("steps")[0] == "train.steps" and not ending_with("stpes")

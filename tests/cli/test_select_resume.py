@@ -195,7 +195,7 @@ def test_a_full_disk_keeps_the_pass_before(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_the_selection_of_a_run_goes_on_too(tmp_path: Path, monkeypatch) -> None:
-    from flatshift.experiments.recipe.config import Recipe, Select
+    from flatshift.experiments.recipe.schema import Recipe, Select
     from flatshift.experiments.run.console import Console
     from flatshift.experiments.workflows import train
     from flatshift.experiments.workflows.context import run_context

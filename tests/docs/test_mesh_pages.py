@@ -18,7 +18,7 @@ import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.finetune.config import Adapter, Mesh, Train
-from flatshift.finetune.parallel.pipeline.plan import bubble, virtual_stages
+from flatshift.finetune.parallel.pipeline.pipeline_plan import bubble, virtual_stages
 from flatshift.finetune.planner.footprint import Sizes, footprint
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from tests.patience import HANG_S

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from flatshift.experiments.data.encode import is_large
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.rules import check_rules
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter, read_adapter, save_adapter, trainable
 from flatshift.finetune.compute.loss import batch_loss, find_head
 from flatshift.finetune.config import Adapter, Data, Optimizer, Projector, Train, TrainFiles

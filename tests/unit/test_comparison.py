@@ -18,7 +18,7 @@ from flatshift.experiments.recipe.studies import Comparison, StudyMethod, StudyT
 from flatshift.experiments.report.chapters.comparison import page
 from flatshift.experiments.statistics.intervals import detectable, holm, paired_p
 from flatshift.experiments.studies.compare.analysis import endpoint
-from flatshift.experiments.studies.compare.plan import Plan
+from flatshift.experiments.studies.compare.comparison_plan import Plan
 from flatshift.experiments.studies.compare.run import Outcome, compare
 from flatshift.experiments.studies.compare.tuning import (
     FAILED,

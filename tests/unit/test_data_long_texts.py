@@ -13,7 +13,7 @@ from flatshift.finetune.data import encoding
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row
 from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Seq2Seq
-from flatshift.finetune.tasks.objective import BaseTask
+from flatshift.finetune.tasks.base import BaseTask
 
 LENGTH = 16
 _DIGITS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"

@@ -14,10 +14,10 @@ from flatshift.cli import run
 from flatshift.experiments.data.sources import batches_ahead, epochs_to_steps
 from flatshift.experiments.data.splits import prepare
 from flatshift.experiments.recipe import Resolved, from_mapping, from_override, load_recipe, resume_recipe
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.key import recipe_key
-from flatshift.experiments.studies.sweep.plan import Base
-from flatshift.experiments.workflows.plan import plan
+from flatshift.experiments.recipe.schema import Recipe
+from flatshift.experiments.studies.sweep.sweep_plan import Base
+from flatshift.experiments.workflows.mesh_plan import plan
 from flatshift.finetune.config import Train
 from flatshift.finetune.errors import UserError
 

@@ -244,7 +244,7 @@ def test_bad_static_directories_are_one_sentence(tmp_path: Path):
 
 def test_an_encoder_directory_is_followed_as_it_says(tmp_path: Path):
     """Class token, no normalisation, prompt, lower case and length of a sentence-transformers directory, end to end."""
-    from flatshift.experiments.recipe.config import Recipe, Select
+    from flatshift.experiments.recipe.schema import Recipe, Select
     from flatshift.experiments.run.console import Console
     from flatshift.experiments.select.embedding import Vectors
     from flatshift.experiments.select.pool import Records

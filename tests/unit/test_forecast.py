@@ -13,7 +13,7 @@ from flatshift.api import draw
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.tree import from_override
 from flatshift.experiments.statistics.kernel import extrapolate, kernel_fits, soonest
-from flatshift.experiments.workflows.forecast import forecast_into
+from flatshift.experiments.workflows.error_forecast import forecast_into
 from flatshift.experiments.workflows.train import train
 from flatshift.finetune.errors import UserError
 

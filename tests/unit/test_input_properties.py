@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flatshift.experiments.recipe.build import build
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import parse
 from flatshift.experiments.studies.sweep.axes import count_of, parse_grid, points_of
 from flatshift.finetune.config import Adapter, Columns, Data, Files, Optimizer, Source, Train, TrainFiles

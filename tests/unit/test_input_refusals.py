@@ -37,7 +37,7 @@ GENEROUS_S = 10.0
 def refused(text: str) -> str:
     with pytest.raises(UserError) as caught:
         from flatshift.experiments.recipe.build import build
-        from flatshift.experiments.recipe.config import Recipe
+        from flatshift.experiments.recipe.schema import Recipe
 
         build(Recipe, parse(text, "r.yaml"))
     return str(caught.value)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.rules import COMPILED_REGULARIZERS, check_recipe, check_rules
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
 from flatshift.finetune.errors import UserError

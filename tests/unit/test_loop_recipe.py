@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.studies.cells.refusing import refuse_in_study
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.rules import check_cell, check_recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.run import read_metrics
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
 from flatshift.finetune.errors import UserError

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.export import export
 from flatshift.experiments.workflows.folder_check import drawn_inputs
 from flatshift.experiments.workflows.merge import merge

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flatshift.experiments.recipe import from_override, load_recipe
-from flatshift.experiments.recipe.config import warm_up_task
 from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.recipe.schema import warm_up_task
 from flatshift.experiments.studies.stack import stackable
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train

@@ -23,7 +23,13 @@ from flatshift.finetune.parallel.pipeline import (
 )
 from flatshift.finetune.parallel.pipeline.cut import Costs
 from flatshift.finetune.parallel.pipeline.pieces import cut_micros
-from flatshift.finetune.parallel.pipeline.plan import full_pieces, pieces_per_micro, rank_of, stages_of, virtual_stages
+from flatshift.finetune.parallel.pipeline.pipeline_plan import (
+    full_pieces,
+    pieces_per_micro,
+    rank_of,
+    stages_of,
+    virtual_stages,
+)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override
-from flatshift.experiments.workflows.plan import plan
+from flatshift.experiments.workflows.mesh_plan import plan
 from flatshift.finetune.config import Adapter, Mesh, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.planner import calibration

@@ -221,7 +221,7 @@ def test_a_name_holds_what_auto_came_to_and_a_precision_by_name_is_the_same_run(
 
 
 def test_cells_are_settled_when_they_are_planned(monkeypatch, tmp_path):
-    from flatshift.experiments.studies.sweep.plan import Base
+    from flatshift.experiments.studies.sweep.sweep_plan import Base
 
     monkeypatch.setattr(precision, "cpu_rates", lambda shape: (WIDE, None))
     from flatshift.experiments.recipe import auto

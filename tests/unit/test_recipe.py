@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe, shipped_recipes
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Leaf, parse
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.tasks import Classify

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from flatshift.experiments.recipe.config import Recipe, Select, WarmUp
 from flatshift.experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, check_cell, check_rules, check_split
+from flatshift.experiments.recipe.schema import Recipe, Select, WarmUp
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.stacked.limits import REASONS

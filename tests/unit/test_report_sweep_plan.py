@@ -126,7 +126,7 @@ def _cells(out, grid, ends, *, overrides=(), seeds=2):
     from flatshift.experiments.studies.sweep.axes import parse_grid
     from flatshift.experiments.studies.sweep.command import _asked
     from flatshift.experiments.studies.sweep.directory import claim
-    from flatshift.experiments.studies.sweep.plan import Base, plan_cells
+    from flatshift.experiments.studies.sweep.sweep_plan import Base, plan_cells
 
     asked = _asked(Base.of("double-descent", overrides), SweepOptions(grid=tuple(grid), seeds=seeds))
     planned = list(plan_cells("double-descent", overrides, parse_grid(grid), seeds))

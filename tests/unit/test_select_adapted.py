@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select import adapted
 from flatshift.selection.config import Gradients, LossGap
 from tests.data_models import byte_tokenizer

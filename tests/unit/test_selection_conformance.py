@@ -507,6 +507,6 @@ def test_every_method_of_the_table_is_in_this_suite():
 
 
 def test_settings_are_read_without_numpy_and_torch():
-    code = "import sys, flatshift.selection.config, flatshift.experiments.recipe.config as _; "
+    code = "import sys, flatshift.selection.config, flatshift.experiments.recipe.schema as _; "
     code += "print({'numpy', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from flatshift.experiments.recipe.config import Select
+from flatshift.experiments.recipe.schema import Select
 from flatshift.experiments.select.relevance import judge_domains
 from flatshift.selection import SelectionError
 from flatshift.selection.config import KNN, Domains, GotD, GotDContrast, Relevance

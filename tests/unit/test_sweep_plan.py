@@ -21,7 +21,7 @@ from flatshift.experiments.studies.cell import _backbone_digests, result_of
 from flatshift.experiments.studies.sweep import parse_grid, plan_cells, write_table
 from flatshift.experiments.studies.sweep.axes import Range, points_of
 from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bisection
-from flatshift.experiments.studies.sweep.plan import Base
+from flatshift.experiments.studies.sweep.sweep_plan import Base
 from flatshift.experiments.studies.sweep.table import ColumnTable
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.train.loop import Diverged

@@ -382,7 +382,7 @@ def test_devices() -> None:
 
 def test_cost_is_learned() -> None:
     from flatshift.experiments.recipe import from_override
-    from flatshift.experiments.studies.sweep.plan import Base
+    from flatshift.experiments.studies.sweep.sweep_plan import Base
 
     base = Base.of("double-descent", [from_override("train.max_length", 64)])
     points = [{"adapter.rank": r, "train.steps": s} for r in (1, 4, 16, 64) for s in (50, 200)]

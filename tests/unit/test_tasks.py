@@ -32,7 +32,7 @@ from flatshift.finetune.models.backbone import open_backbone
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, Preference, Seq2Seq, Task
-from flatshift.finetune.tasks.objective import ByExample
+from flatshift.finetune.tasks.base import ByExample
 from tests.data_models import byte_tokenizer
 from tests.finetune_models import save_backbone
 from tests.objective_models import save_encoder
@@ -282,7 +282,7 @@ def test_nobody_but_the_tasks_asks_which_kind_a_task_is():
         for node in ast.walk(ast.parse(text))
         if _tells_kinds_apart(node)
     ]
-    assert not found, "ask the task (finetune/tasks/objective.py), not which kind it is"
+    assert not found, "ask the task (finetune/tasks/base.py), not which kind it is"
 
 
 def test_one_file_a_kind_and_one_table():

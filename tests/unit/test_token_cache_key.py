@@ -16,7 +16,7 @@ from flatshift.experiments.data import encode
 
 ROOT = Path(encode.__file__).resolve().parents[2]
 APART = {
-    "flatshift.experiments.recipe.config": "settings: their values are in the key",
+    "flatshift.experiments.recipe.schema": "settings: their values are in the key",
     "flatshift.finetune.config": "settings: their values are in the key",
     "flatshift.finetune.adapters.settings": "which layer answers a regression: the layer is in the key",
     "flatshift.finetune.models.meta": "which layer answers a regression: the layer is in the key",

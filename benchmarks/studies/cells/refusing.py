@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.rules import check_cell, check_rules
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import DATA_INITS
 from flatshift.finetune.errors import UserError
 

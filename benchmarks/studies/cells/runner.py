@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from benchmarks.studies.cells.files import Result, cell_file
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell as QueuedCell
 from flatshift.experiments.studies.queue import Unit

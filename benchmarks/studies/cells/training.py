@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.studies.cells.refusing import refuse_beginning
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import Optimizer, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import temporary_directory

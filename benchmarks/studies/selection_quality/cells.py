@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.studies.cells.refusing import refuse_in_study
 from benchmarks.studies.selection_quality.settings import Quality
-from flatshift.experiments.recipe.config import Recipe, Select
+from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.finetune.config import Data
 from flatshift.finetune.errors import UserError
 from flatshift.selection.config import needs

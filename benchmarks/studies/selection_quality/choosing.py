@@ -22,7 +22,7 @@ from benchmarks.studies.selection_quality.cells import SelectionCell, TargetRows
 from benchmarks.studies.selection_quality.features import pool_vectors, vectors
 from benchmarks.studies.selection_quality.form import shapes
 from benchmarks.studies.selection_quality.pool import StoredPool, open_pool
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.select.embedding import tokenizer_of
 from flatshift.finetune.atomic import replacing
 from flatshift.finetune.data.rows import Row, limit_rows

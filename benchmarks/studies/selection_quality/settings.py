@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.studies.selection_quality.keys import check_arm_keys, check_embedder_keys, check_target_keys
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.config import LONGEST, check_bounds
 
 Source = Literal["selector", "matched", "form", "pool", "target", "none"]

@@ -9,7 +9,7 @@ from flatshift.experiments.report.blocks import Block, ChapterPart, Figures, Not
 from flatshift.experiments.report.charts.sharpness import SPACES, line, plane, rise
 from flatshift.experiments.results.run import RunResults
 from flatshift.finetune.digests import adapter_digest
-from flatshift.regularizers.sharpness.config import measure_name
+from flatshift.regularizers.sharpness.sharpness_config import measure_name
 
 
 def part(run: RunResults) -> ChapterPart | None:

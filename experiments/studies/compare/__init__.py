@@ -2,6 +2,6 @@
 
     flatshift compare flat-comparison --data DIR --out comparisons/flat
 
-`plan` makes runs of what the recipe's `comparison` block says, `tuning` gives every method the same trials, `run` runs
-all of them, `analysis` judges and tells the protocol.
+`comparison_plan` makes runs of what the recipe's `comparison` block says, `tuning` gives every method the same trials,
+`run` runs all of them, `analysis` judges and tells the protocol.
 """

@@ -11,7 +11,7 @@ import numpy as np
 
 from flatshift.experiments.recipe.studies import Comparison
 from flatshift.experiments.statistics.intervals import holm, paired_test, right_items, seeds_by_items, t_interval
-from flatshift.experiments.studies.compare.plan import Outcome, Plan, Result
+from flatshift.experiments.studies.compare.comparison_plan import Outcome, Plan, Result
 from flatshift.finetune.evaluate.metrics import metric_of
 from flatshift.finetune.seeds import numpy_generator
 

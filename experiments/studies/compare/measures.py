@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from flatshift.experiments.data.splits import Prepared
-    from flatshift.experiments.recipe.config import Recipe
+    from flatshift.experiments.recipe.schema import Recipe
     from flatshift.finetune.parallel.engine import Engine
 
 PAIRS = 3

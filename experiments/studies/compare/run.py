@@ -15,7 +15,7 @@ from typing import Any
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.compare.analysis import analyse
-from flatshift.experiments.studies.compare.plan import ComparisonRun, Outcome, Pair, Plan, Result
+from flatshift.experiments.studies.compare.comparison_plan import ComparisonRun, Outcome, Pair, Plan, Result
 from flatshift.experiments.studies.compare.tuning import (
     FAILED,
     Score,

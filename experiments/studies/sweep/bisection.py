@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from flatshift.experiments.recipe.config import Recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import EMC as EMC_FILE
 from flatshift.experiments.results.cells import read_result
 from flatshift.experiments.studies.cell import Cell, label_of
 from flatshift.experiments.studies.sweep.axes import Range, parse_range
-from flatshift.experiments.studies.sweep.plan import Base
+from flatshift.experiments.studies.sweep.sweep_plan import Base
 from flatshift.experiments.studies.sweep.table import Row, final_figures
 from flatshift.finetune.atomic import write_json
 from flatshift.finetune.errors import UserError

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.config import SweepConfig
 from flatshift.experiments.recipe.resolve import held_out_lines
+from flatshift.experiments.recipe.schema import SweepConfig
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.run.console import Console
@@ -46,7 +46,7 @@ from flatshift.experiments.studies.sweep.directory import (
     refuse_other_plan,
     write_marker,
 )
-from flatshift.experiments.studies.sweep.plan import Base
+from flatshift.experiments.studies.sweep.sweep_plan import Base
 from flatshift.experiments.studies.sweep.table import Row, write_table
 from flatshift.finetune.config import Record
 from flatshift.finetune.errors import Interrupted, UserError

@@ -11,7 +11,7 @@ standin.py    what evaluation calls like the whole model
 """
 
 from .cut import OtherStageBlock, check_pipeline, cut, cut_parts, split, stage_costs, tied_sources
-from .plan import bubble, schedules
+from .pipeline_plan import bubble, schedules
 from .runner import PipelineRunner
 from .stage import StageModules
 

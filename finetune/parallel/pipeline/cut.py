@@ -20,7 +20,7 @@ from ...models.families import BlockStack
 from ...models.weight_names import canonical
 from ..mesh import ProcessMesh
 from .other_stage_block import BiasOnly, OtherStageBlock, StageInput, StageOutput
-from .plan import stages_of, virtual_stages
+from .pipeline_plan import stages_of, virtual_stages
 from .stage import StageModules
 
 __all__ = ["Costs", "OtherStageBlock", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]

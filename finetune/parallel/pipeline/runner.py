@@ -22,7 +22,7 @@ from ...models.anatomy import Anatomy
 from ..mesh import DATA, ProcessMesh
 from .other_stage_block import OtherStageBlock
 from .pieces import cut_micros
-from .plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
+from .pipeline_plan import full_pieces, pieces_per_micro, stages_of, virtual_stages
 from .stage import Around, StageModel, StageModules
 from .stage_transport import StageTransport, StandIn
 

@@ -15,7 +15,7 @@ from ...config import Mesh
 from ...models.anatomy import NAMES
 from ..mesh import TOKENS, ProcessMesh
 from .pieces import Piece
-from .plan import rank_of
+from .pipeline_plan import rank_of
 from .stage import Around, StageModel, StageModules
 
 if TYPE_CHECKING:

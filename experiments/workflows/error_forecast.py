@@ -22,9 +22,9 @@ import torch
 
 from flatshift.experiments.data.splits import Prepared, prepare
 from flatshift.experiments.recipe import Resolved
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import held_out_lines
 from flatshift.experiments.recipe.rules import check_recipe
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.results.cells import CELLS, POINTS
 from flatshift.experiments.results.forecast import FORECAST
 from flatshift.experiments.run.console import Console, Draw

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatshift.experiments.recipe import load_recipe
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import Resolved
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch
 from flatshift.experiments.workflows.run_parts import FINE_TUNE
 from flatshift.finetune.config import Train

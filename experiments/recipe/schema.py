@@ -29,7 +29,7 @@ from flatshift.finetune.config import (
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 from flatshift.regularizers.config import Plain, RegularizerConfig
 from flatshift.selection.config import Chunk, Cynical, Embedder, Method, PrecomputedFeatures, Relevance, TfIdf
-from flatshift.selection.hygiene.config import Hygiene
+from flatshift.selection.hygiene.hygiene_config import Hygiene
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe import Resolved, from_override
-from flatshift.experiments.recipe.config import Recipe
 from flatshift.experiments.recipe.resolve import apply_overrides, get_dotted, recipe_tree, resolve_tree
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Leaf, Tree, parse
 from flatshift.experiments.studies.cell import Cell, cell_of, label_of
 from flatshift.experiments.studies.sweep.axes import Axes, Design, Range, Values, points_of
