@@ -267,7 +267,7 @@ def _tells_kinds_apart(node: ast.AST) -> bool:
         if node.func.id in ("isinstance", "issubclass"):
             names = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
             names |= {each.attr for each in ast.walk(node.args[1]) if isinstance(each, ast.Attribute)}
-            return bool(names & {*KINDS, "Task", "Objective", "ByExample", "Templated"})
+            return bool(names & {*KINDS, "Task", "BaseTask", "ByExample", "Templated"})
         return node.func.id == "type" and ast.unparse(node.args[0]).endswith("task")
     if isinstance(node, ast.Compare):
         return any(ast.unparse(each).endswith("task.kind") for each in (node.left, *node.comparators))
@@ -278,7 +278,7 @@ def test_nobody_but_the_tasks_asks_which_kind_a_task_is():
     found = [
         f"{file.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for file in _product()
-        if any(word in (text := file.read_text(encoding="utf-8")) for word in (*KINDS, "Objective", "task"))
+        if any(word in (text := file.read_text(encoding="utf-8")) for word in (*KINDS, "BaseTask", "task"))
         for node in ast.walk(ast.parse(text))
         if _tells_kinds_apart(node)
     ]
@@ -289,6 +289,6 @@ def test_one_file_a_kind_and_one_table():
     assert {kind.__module__ for kind in KINDS.values()} == {
         f"flatshift.finetune.tasks.{file.stem}"
         for file in (ROOT / "finetune" / "tasks").glob("*.py")
-        if file.stem not in ("__init__", "objective")
+        if file.stem not in ("__init__", "base")
     }
     assert flatshift.finetune.tasks.KINDS.keys() == {kind().kind for kind in KINDS.values()}
