@@ -1,5 +1,6 @@
 """Tiny random backbones of the families that people merge and export, each with a tokenizer and rows for its task; made
-here, nothing is downloaded.
+here, nothing is downloaded. Those whose checkpoints bring a SentencePiece file get one where `sentencepiece` (extra
+gguf) is installed.
 
 A decoder's tokenizer ends a text with `<eos>`, and its chat template a turn with `<|im_end|>`, which its own settings
 do not name: what training supervises as the end is not what the backbone ends with.
@@ -7,6 +8,7 @@ do not name: what training supervises as the end is not what the backbone ends w
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,6 +39,8 @@ class Family:
     task: str = "chat"
     settings: dict[str, Any] = field(default_factory=dict)
     """Of the recipe, by dotted key."""
+    sentencepiece: str = ""
+    """Kind of its SentencePiece model (bpe, unigram)."""
     older: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json as the hub's checkpoints have them, and transformers no longer writes them."""
 
@@ -48,19 +52,20 @@ def _gemma3() -> dict[str, Any]:
     return {"text_config": text, "vision_config": _VISION, **ids}
 
 
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MOE = {"norm_topk_prob": True, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _EXPERTS = {"adapter.experts": 2}
 _PRIVATE = {"head_dim": 16}
 FAMILIES = (
     Family("Llama", "LlamaForCausalLM", _GROUPED),
-    Family("Mistral", "MistralForCausalLM", {**_GROUPED, "sliding_window": 16}),
+    Family("Mistral", "MistralForCausalLM", {**_GROUPED, "sliding_window": 64}),
     Family("Qwen 2, tied", "Qwen2ForCausalLM", {**_GROUPED, "tie_word_embeddings": True}),
     Family("Qwen 3, both of a tied pair adapted", "Qwen3ForCausalLM",
            {**_GROUPED, **_PRIVATE, "tie_word_embeddings": True},
            settings={"adapter.targets": "[embed_tokens, lm_head, q_proj]"}),
-    Family("Gemma 3", "Gemma3ForCausalLM", {**_GROUPED, **_PRIVATE, "sliding_window": 16, "query_pre_attn_scalar": 16}),
-    Family("Gemma 3 with its vision tower", "Gemma3ForConditionalGeneration", {}),
-    Family("Phi 3", "Phi3ForCausalLM", _GROUPED),
+    Family("Gemma 3", "Gemma3ForCausalLM", {**_GROUPED, **_PRIVATE, "sliding_window": 16, "query_pre_attn_scalar": 16},
+           sentencepiece="bpe"),
+    Family("Gemma 3 with its vision tower", "Gemma3ForConditionalGeneration", {}, sentencepiece="bpe"),
+    Family("Phi 3", "Phi3ForCausalLM", _GROUPED, sentencepiece="bpe"),
     Family("GPT-2", "GPT2LMHeadModel", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128},
            older={"n_ctx": 128}),
     Family("GPT-NeoX (Pythia)", "GPTNeoXForCausalLM", {**_SIZES, "max_position_embeddings": 128},
@@ -70,7 +75,7 @@ FAMILIES = (
     Family("Mixtral, experts adapted", "MixtralForCausalLM", {**_GROUPED, "num_local_experts": 4}, settings=_EXPERTS),
     Family("Qwen 3 MoE, experts adapted", "Qwen3MoeForCausalLM", {**_GROUPED, **_PRIVATE, **_MOE}, settings=_EXPERTS),
     Family("T5", "T5ForConditionalGeneration", {"d_model": 64, "d_ff": 96, "d_kv": 16, "num_layers": 2, "num_heads": 4},
-           task="seq2seq"),
+           task="seq2seq", sentencepiece="unigram"),
     Family("BERT, classifier", "BertForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify"),
     Family("RoBERTa, classifier", "RobertaForMaskedLM", {**_SIZES, "max_position_embeddings": 130}, task="classify"),
 )  # fmt: skip
@@ -101,7 +106,10 @@ def save_family(family: Family, folder: Path) -> Path:
     model.save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | family.older), encoding="utf-8")
-    tokenizer = byte_level()
+    if family.sentencepiece and importlib.util.find_spec("sentencepiece") is not None:
+        tokenizer = sentencepiece_tokenizer(family.sentencepiece, folder)
+    else:
+        tokenizer = byte_level()
     if family.task == "chat":
         tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -132,6 +140,27 @@ def byte_level() -> Any:
     )
     made.train_from_iterator(TEXTS, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token="<pad>", bos_token="<eos>")
+
+
+def sentencepiece_tokenizer(kind: str, folder: Path) -> Any:
+    """Of a SentencePiece model that it writes to `folder`, by the name that Llama's and T5's have."""
+    import io
+
+    from sentencepiece import SentencePieceTrainer
+    from transformers import LlamaTokenizer, T5Tokenizer
+
+    written = io.BytesIO()
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(TEXTS), model_writer=written, model_type=kind, vocab_size=400, hard_vocab_limit=False,
+        byte_fallback=kind == "bpe", eos_id=0, pad_id=1, unk_id=2, bos_id=-1, eos_piece="<eos>", pad_piece="<pad>",
+        user_defined_symbols=SPECIALS[2:] if kind == "bpe" else [], minloglevel=2, num_threads=1,
+    )  # fmt: skip
+    file = folder / ("tokenizer.model" if kind == "bpe" else "spiece.model")
+    file.write_bytes(written.getvalue())
+    own = {"eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    if kind == "unigram":
+        return T5Tokenizer.from_pretrained(folder, extra_ids=0, **own)
+    return LlamaTokenizer.from_pretrained(folder, bos_token="<eos>", **own)
 
 
 def train_words(family: Family, backbone: Path, out: Path) -> list[str]:

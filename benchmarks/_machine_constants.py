@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from benchmarks._harness import cpu_seconds, limit_threads
@@ -185,20 +183,6 @@ def resamples() -> Work:
     return lambda: interval([nats, tokens], lambda a, b: a.sum(-1) / b.sum(-1), resamples=1500)
 
 
-def stack(*, shared: bool) -> Work:
-    """One update of a stack of 32 cells on the shipped backbone, 64 tokens each; `shared`: the same for all."""
-    from benchmarks import sweep_stacked
-
-    folder = tempfile.TemporaryDirectory()
-    cells = sweep_stacked._cells(sweep_stacked.SHAPES[64], 10_000, Path(folder.name), "cpu", last=shared)
-    stacked = sweep_stacked._Stacked(*cells)
-
-    def update(kept: Any = folder) -> None:
-        stacked.update(1)
-
-    return update
-
-
 CONSTANTS = {
     "tile of a pass over the pool": Constant("flatshift.selection.transport.kernel:TILE_BYTES:cpu", transport),
     "tile of MinHash": Constant("flatshift.selection.hygiene.duplicates:_TILE", signatures),
@@ -211,13 +195,6 @@ CONSTANTS = {
     "elements of row norms at a time": Constant("flatshift.regularizers.layers.frozen:_CHUNK", row_norms),
     "elements of inner products at a time": Constant("flatshift.regularizers.sharpness.spaces:_CHUNK", dots),
     "numbers of a bootstrap at a time": Constant("flatshift.finetune.evaluate.bootstrap:_ELEMENTS", resamples),
-    "tokens of a stacked pass": Constant("flatshift.finetune.stacked.passes:TOKENS:cpu", partial(stack, shared=False)),
-    "tokens of a pass that shares rows": Constant(
-        "flatshift.finetune.stacked.passes:SHARED_TOKENS:cpu", partial(stack, shared=True)
-    ),
-    "calls of a stacked pass, in tokens": Constant(
-        "flatshift.finetune.stacked.passes:_CALLS:cpu", partial(stack, shared=False)
-    ),
 }
 """By what each is: sizes that were measured on some machine. Numbers that only bound memory are not among them."""
 

@@ -9,6 +9,7 @@ itself.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import tempfile
 from collections import Counter
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
@@ -30,10 +32,12 @@ from flatshift.finetune.data.batches import TrainingDataLoader
 from flatshift.finetune.data.example import Example
 from flatshift.finetune.data.masking import Masking
 from flatshift.finetune.parallel.activation_checkpoint import checkpoint_activations
+from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory
-from flatshift.finetune.stacked.together import CellEngine
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
+from flatshift.finetune.train import loop
+from flatshift.finetune.train.checkpointer import Checkpointer
 from flatshift.finetune.train.loop import TrainingStage, train_stage
 from flatshift.regularizers import (
     ASAM,
@@ -148,6 +152,19 @@ class Found:
         return max(map(len, self.updates))
 
 
+@contextlib.contextmanager
+def dry_stage() -> Iterator[None]:
+    """Let stages inside go without checkpoints, saved adapters, loss kernels and streams, which need values or a
+    device."""
+    with (
+        mock.patch.object(Checkpointer, "save", lambda self: None),
+        mock.patch.object(Engine, "save_adapter", lambda self, directory: None),
+        mock.patch.object(loop, "with_kernel", lambda engine, head, *_, **__: head),
+        mock.patch.object(loop, "with_prefetch", lambda batches, *_, **__: contextlib.nullcontext(batches)),
+    ):
+        yield
+
+
 def rehearse(
     case: Case,
     *,
@@ -191,14 +208,14 @@ def rehearse(
         masking=masking,
     )
     found, marks = Found(case), [0]
-    with Rehearsal(record, on=on) as seen, tempfile.TemporaryDirectory() as folder:
+    with Rehearsal(record, on=on) as seen, dry_stage(), tempfile.TemporaryDirectory() as folder:
 
         def passed() -> bool:
             marks.append(len(seen.waits))
             return False
 
         train_stage(
-            CellEngine(model.to(on), ProcessMesh.alone(on)),
+            Engine(model.to(on), ProcessMesh.alone(on)),
             _Pad(),  # type: ignore[arg-type]
             TrainingStage(
                 name="rehearsal",

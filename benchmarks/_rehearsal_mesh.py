@@ -47,7 +47,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from benchmarks._collectives import Collectives
-    from benchmarks._rehearsal import REGULARIZERS, _Pad, rows
+    from benchmarks._rehearsal import REGULARIZERS, _Pad, dry_stage, rows
     from benchmarks.cuda_rehearsal import Rehearsal
     from flatshift.finetune.compute.capabilities import CUDA, rehearsed
     from flatshift.finetune.config import Adapter, Evaluate, Mesh, Optimizer, Train
@@ -87,8 +87,6 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
                 world=world,
                 say=lambda line: None,
             )
-        engine.keeps = False
-        engine.save_adapter = lambda directory: None  # type: ignore[method-assign]
         examples = rows("completion", 3 * RANKS)
         batches = TrainingDataLoader(
             examples,
@@ -102,7 +100,12 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
             multiple=engine.multiple,
         )
         found, marks = MeshFound(mesh, regularizer), [(0, 0)]
-        with tempfile.TemporaryDirectory() as folder, Order(world) as sent, Rehearsal(CUDA, on="cpu") as seen:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Order(world) as sent,
+            Rehearsal(CUDA, on="cpu") as seen,
+            dry_stage(),
+        ):
 
             def passed() -> bool:
                 marks.append((len(sent.order), len(seen.waits)))

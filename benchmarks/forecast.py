@@ -93,7 +93,7 @@ def measured(task: str) -> dict[str, Any]:
             f"{axis}={','.join(map(str, values))}" for axis, values in zip(AXES, (RANKS, ROWS, NOISES), strict=True)
         )
         began = time.process_time()
-        sweep("classify", overrides(task), WORK / task, SweepOptions(grid=grid, seeds=SEEDS, stack="1"), quiet=True)
+        sweep("classify", overrides(task), WORK / task, SweepOptions(grid=grid, seeds=SEEDS), quiet=True)
         data = read_sweep(WORK / task)
         assert data is not None
         found = {"|".join(f"{where[a]:g}" for a in AXES): mean.value for where, mean in data.means("test.error")}

@@ -1,6 +1,6 @@
 """Adapter folded into its backbone: logits against backbone + adapter by dtype, and time and memory beside PEFT.
 
-    python -m benchmarks.merge
+    python -m benchmarks.merge [logits] [cost] [families]
 
 The shipped 5 M backbone as a language model and all-MiniLM-L6-v2 (22.7 M) as a classifier, each stored in float32,
 bfloat16 and float16 and split over three files, with an adapter of rank 8 away from its start. Ours is what
@@ -13,15 +13,19 @@ its own, in A B B A order.
 Families: a tiny random backbone of each (`benchmarks._families`) is trained through the command, and the folders of
 `merge`, `export` and `export --to gguf --outtype f32` (by llama.cpp's own converter: extra gguf) are asked by plain
 transformers and PEFT in a process that never imports Flatshift, beside the run's own model: logits on rows, greedy
-answers to two prompts and where they stop, classes and their names. A decoder's turns end with a token that its
-backbone's own settings do not name.
+answers to two prompts and where they stop, classes and their names. A GGUF file's tensors are read by the package
+`gguf`, and its settings stand in for the configuration's (`experiments/workflows/plain_gguf.py`). A decoder's turns end
+with a token that its backbone's own settings do not name.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,8 +301,9 @@ def folders(family: Family, home: Path) -> tuple[dict[str, dict[str, Any]], str]
         reason = re.sub(r"/\S+/", "", str(error))  # of this machine's temporary folder
         return found, f" (no GGUF: {reason})"
     if "unread" in compared:
-        return found, f" (GGUF: vocabulary and ends compared; plain transformers: {compared['unread'].split(',')[0]})"
-    return found | {"GGUF": compared}, ""
+        return found, f" (GGUF: vocabulary and ends compared; not read in plain transformers: {compared['unread']})"
+    other = f" (llama.cpp has {', '.join(compared['other_settings'])})" if compared["other_settings"] else ""
+    return found | {"GGUF": compared}, other
 
 
 def require_done(words: list[str]) -> None:
@@ -315,22 +320,28 @@ def require_done(words: list[str]) -> None:
         raise RuntimeError(f"{' '.join(words)}: exit {code}: {said.getvalue()[-600:]}")
 
 
-def main() -> None:
-    """Measure and write benchmarks/results/merge.json."""
+def logits(bench: Benchmark, scratch: Path) -> None:
+    """Rows of both backbones."""
+    for name in BACKBONES:
+        compare(bench, name, scratch)
+
+
+def main(asked: list[str]) -> None:
+    """Measure the groups that are asked for, or all, and write benchmarks/results/merge.json."""
     import transformers
 
-    from benchmarks._harness import limit_threads
+    from benchmarks._harness import limit_threads, rows_by_group
 
     limit_threads(1)
     transformers.utils.logging.set_verbosity_error()
     bench = Benchmark("merge", packages=("torch", "transformers", "peft", "safetensors"))
     with tempfile.TemporaryDirectory() as folder:
-        for name in BACKBONES:
-            compare(bench, name, Path(folder))
-        cost(bench, Path(folder))
-        families(bench, Path(folder))
+        groups = {name: partial(measure, scratch=Path(folder)) for name, measure in GROUPS.items()}
+        rows_by_group(bench, groups, asked)
     bench.finish()
 
 
+GROUPS: dict[str, Callable[..., None]] = {"logits": logits, "cost": cost, "families": families}
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -305,7 +305,7 @@ def embedder(
 
         ShardWriter("features", flatshift.embedder("gradients", moments=some_texts))
     """
-    from flatshift.experiments.select.recipe_embedder import RecipeEmbedder
+    from flatshift.experiments.select.embedding import RecipeEmbedder
 
     recipe = load_recipe(None, {"select.embedder": embedder, **(overrides or {})}).recipe
     assert recipe.select is not None

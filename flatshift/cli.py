@@ -25,7 +25,7 @@ from flatshift import commands
 _KEEPS = {"demo", "select", "train", "sweep", "compare"}
 """Commands that go on with what an earlier try left in their directory."""
 _INTERRUPTED = 3
-_CONVERSING = {"chat", "serve", "watch"}
+_CONVERSING = {"chat", "serve"}
 """Commands that wait for somebody."""
 _USERS_PATH = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),

@@ -29,6 +29,8 @@ from flatshift.finetune.models.quantize import check_available
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 
 _RECIPE_KEYS = {field.name for field in dataclasses.fields(Recipe)}
+_OTHER_NAMES = {"model": "backbone", "model_name_or_path": "backbone", "learning_rate": "optimizer.lr"}
+"""Flags of other tools, and what is one here."""
 _SEED = (0, 2**63 - 1)
 _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     **dict.fromkeys(("seed", "sample_seed", "shot_seeds", "harness_seed", "sharpness_seed"), _SEED),
@@ -75,7 +77,8 @@ def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str
         key = name.replace("-", "_")
         head = key.split(".", 1)[0]
         if not token.startswith("--") or key in own or ("." not in key and head not in _RECIPE_KEYS):
-            if token.startswith("--") and key not in own and (meant := ending_with(key)):
+            meant = [_OTHER_NAMES[key]] if key in _OTHER_NAMES else ending_with(key)
+            if token.startswith("--") and key not in own and meant:
                 near = " or ".join(f"`--{one}`" for one in meant[:3])
                 raise UserError(f"--{name} is no flag of this command; did you mean {near}?")
             rest.append(token)

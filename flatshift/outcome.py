@@ -5,6 +5,7 @@ On stderr, so that stdout stays what a machine may read. Imports no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,11 @@ from flatshift.finetune.tasks import KINDS
 
 if TYPE_CHECKING:
     from flatshift.experiments.results.run import RunResults
+    from flatshift.finetune.config import Columns
+    from flatshift.finetune.tasks import Task
 
+NEW_ROWS = "NEW_ROWS.jsonl"
+"""Stands for rows of the user's, where a run has none but those that it was trained on."""
 _TOP, _VERDICTS, _TEXT = 3, 6, 64
 
 
@@ -53,24 +58,35 @@ def of_training(path: Path) -> None:
 def after_run(run: RunResults) -> list[list[str]]:
     """What to do with a finished run."""
     path = str(run.path)
-    files = [name for split in ("test", "dev", "train") for name in _files(run.recipe, split)]
-    found = [["flatshift", "predict", path, "--data", files[0], "--out", f"{run.path.resolve().name}-predictions.csv"]]
+    held_out = [name for split in ("test", "dev") for name in _files(run.recipe, split)]
+    rows = held_out[0] if held_out else NEW_ROWS
+    found = [["flatshift", "predict", path, "--data", rows, "--out", f"{run.path.resolve().name}-predictions.csv"]]
     if _converses(run):
         found.insert(0, ["flatshift", "chat", path])
     return [*found, *_to_hand_on(run.path)]
 
 
-def _to_hand_on(path: Path) -> list[list[str]]:
-    """The ways out of a run that were not taken yet, to their default places."""
+def _to_hand_on(path: Path, *, taken: str = "") -> list[list[str]]:
+    """The ways out of a run that were not taken yet, to their default places. taken: one that was, to any place."""
     ways = {"merge": "merged", "export": "export"}
-    return [["flatshift", way, str(path)] for way, folder in ways.items() if not (path / folder).exists()]
+    left = [way for way, folder in ways.items() if way != taken and not (path / folder).exists()]
+    return [["flatshift", way, str(path)] for way in left]
+
+
+def of_export(path: Path, exported: Path) -> None:
+    """Where to go with the hub-ready folder of the run in `path`."""
+    say("", [_push(exported, path), *_to_hand_on(path, taken="export")])
+
+
+def _push(folder: Path, path: Path) -> list[str]:
+    return ["flatshift", "push", str(folder), f"ORGANISATION/{path.resolve().name}"]
 
 
 def of_merge(path: Path, merged: Path) -> None:
     """Where to go with the merged model of the run in `path`."""
     from flatshift.experiments.results.run import read_run
 
-    found = [["flatshift", "push", str(merged), f"ORGANISATION/{path.resolve().name}"]]
+    found = [_push(merged, path)]
     if _converses(read_run(path)):
         found.insert(0, ["flatshift", "export", str(path), "--to", "gguf"])
     say("", found)
@@ -83,31 +99,39 @@ def _converses(run: RunResults) -> bool:
     return kind is not None and (made := kind()).is_generative and not made.documents
 
 
-def _files(recipe: dict[str, Any], split: str) -> list[str]:
-    data = recipe.get("data")
-    block = data.get(split) if isinstance(data, dict) else None
-    if not isinstance(block, dict):
+def _files(recipe: dict[str, Any], split: str, *, block: str = "data") -> list[str]:
+    data = recipe.get(block)
+    read = data.get(split) if isinstance(data, dict) else None
+    if not isinstance(read, dict):
         return []
-    sources = block.get("sources") or {}
-    found = [block.get("files"), *(source.get("files") for source in sources.values())]
+    sources = read.get("sources") or {}
+    found = [read.get("files"), *(source.get("files") for source in sources.values())]
     return [str(name) for files in found if isinstance(files, list) for name in files]
 
 
-def of_prediction(path: Path, data: Sequence[str]) -> None:
-    """Print the next commands after a prediction of `data`, with its evaluation where rows have answers."""
+def of_prediction(path: Path, data: Sequence[str], overrides: Sequence[Any], words: Sequence[str]) -> None:
+    """Print the next commands after a prediction of `data`, with its evaluation where rows have answers.
+
+    overrides: how the rows were read; words: the same as on a command line.
+    """
     commands = [["flatshift", "report", str(path)], *_to_hand_on(path)]
-    if _has_answers(path, data):
-        commands.insert(0, ["flatshift", "eval", str(path), "--data", *data])
+    if _has_answers(path, data, overrides):
+        commands.insert(0, ["flatshift", "eval", str(path), "--data", *data, *words])
     say("", commands)
 
 
-def _has_answers(path: Path, data: Sequence[str]) -> bool:
+def _has_answers(path: Path, data: Sequence[str], overrides: Sequence[Any]) -> bool:
     from flatshift.experiments.recipe import resume_recipe
+
+    recipe = resume_recipe(path, overrides, other_rows=True).recipe
+    return _has_columns(data, recipe.data.columns, recipe.task)
+
+
+def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
+    """True if the first row has what a training by `task` reads, and no conversation without an answer."""
     from flatshift.finetune.data.rows import read_rows
     from flatshift.finetune.errors import UserError
 
-    recipe = resume_recipe(path).recipe
-    task, columns = recipe.task, recipe.data.columns
     try:
         found = list(read_rows(data, columns=columns, required=task.columns(), first=1, label=task.read_label))
     except UserError:
@@ -137,35 +161,48 @@ def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
         score = record.get("score")
         shown = number(float(score)) if isinstance(score, int | float) else "–"
         rows.append([str(record.get("rank", place)), shown, shortened(" ".join(text.split()), _TEXT)])
-    commands = [["flatshift", "report", str(path)]]
-    if (trained := _on_selection(path, made.recipe)) is not None:
-        commands.insert(0, trained)
+    commands = _on_selection(path, made.recipe)
     if recipe is not None and made.recipe.get("warmup") is not None:
         commands.insert(0, ["flatshift", "train", recipe, "--select.from", str(path), *words])
-    say(aligned(["rank", "score", "text"], rows, right={0, 1}), commands)
+    report = ["flatshift", "report", str(path)]
+    say(aligned(["rank", "score", "text"], rows, right={0, 1}), [*commands, report])
 
 
-def _on_selection(path: Path, recipe: dict[str, Any]) -> list[str] | None:
-    """Language modelling on the selection, on the recipe's backbone; None of one that learns no texts by themselves."""
+def _on_selection(path: Path, recipe: dict[str, Any]) -> list[list[str]]:
+    """Trainings on the selection, on its backbone: a warm-up before a classifier of the target, where that has labels,
+    and language modelling; none of a backbone that learns no texts by themselves."""
     from flatshift.experiments.recipe import load_recipe
+    from flatshift.finetune.data.formats import SAMPLE
     from flatshift.finetune.models.backbone import open_backbone
 
     name, text = str(recipe["backbone"]), recipe["select"]["columns"]["text"]
-    words = ["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl")]
     usual = load_recipe("language-model").recipe
+    more, kind = [], []
     if name != usual.backbone:
         backbone = open_backbone(name)
         hides = backbone.reads_both_ways
         if backbone.has_both_sides or (hides and backbone.tokenizer.mask_token_id is None):
-            return None
-        words += ["--backbone", name, *(["--task.kind", "masked-lm"] if hides else [])]
-    return words if text == usual.data.columns.text else [*words, "--data.columns.text", text]
+            return []
+        more += ["--backbone", name]
+        kind = ["--task.kind", "masked-lm"] if hides else []
+    if text != usual.data.columns.text:
+        more += ["--data.columns.text", text]
+    found = [["flatshift", "train", "language-model", "--data", str(path / "selected.jsonl"), *more, *kind]]
+    target, warm_up = _files(recipe, "target", block="select"), load_recipe("warmup").recipe
+    columns = dataclasses.replace(warm_up.data.columns, text=text)
+    if target and recipe.get("warmup") is None and _has_columns(target, columns, warm_up.task):
+        seed = recipe["train"]["seed"]
+        more += [] if seed == warm_up.train.seed else ["--train.seed", str(seed)]
+        if not all(name.startswith(SAMPLE) for name in target):
+            more += ["--data.train.limit", "null"]  # the recipe's is of the sample
+        found.insert(0, ["flatshift", "train", "warmup", "--select.from", str(path), "--data", *target, *more])
+    return found
 
 
 def of_sweep(path: Path, argv: Sequence[str]) -> None:
     """The setting with the lowest error and the verdicts; argv: what the command was given, to be run with more seeds
     where a curve is undecided. Raises UserError for a sweep that cannot be read."""
-    from flatshift.experiments.report.formats import aligned, figure_name, setting, with_interval
+    from flatshift.experiments.report.formats import aligned, figure_name, number, setting, with_interval
     from flatshift.experiments.results.analysis import Analysis
     from flatshift.experiments.results.sweep import read_sweep
 
@@ -176,6 +213,8 @@ def of_sweep(path: Path, argv: Sequence[str]) -> None:
     rows, commands = [], [["flatshift", "report", str(path)]]
     if (best := data.best(column)) is not None:
         rows.append([f"lowest {figure_name(column)}", setting(best[0]), with_interval(best[1])])
+    if (floor := data.majority_error(column)) is not None:
+        rows.append(["majority floor", "always the commonest class", number(floor)])
     judged = Analysis(data).judged
     for one in judged[:_VERDICTS]:
         where = f"along {one.axis}" + (f", {setting(one.where)}" if one.where else "")

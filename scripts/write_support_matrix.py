@@ -16,7 +16,6 @@ from flatshift.finetune.models.families import context_families, pipeline_famili
 from flatshift.finetune.parallel.pipeline import bubble, schedules
 from flatshift.finetune.parallel.pipeline.pipeline_plan import virtual_stages
 from flatshift.finetune.planner.rules import RULES, RuleSettings, broken_rule
-from flatshift.finetune.stacked.limits import REASONS
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq
 from flatshift.regularizers.config import GGPO, SAM, Plain, RegularizerConfig
 
@@ -160,9 +159,6 @@ def page() -> str:
         *(f"- {rule.says.format(it='…')}" for rule in CELL_RULES),
         "\nIn a selection over several processes (`flatshift select --processes N`, or under torchrun):\n",
         *(f"- {rule.says.format(it='…')}" for rule in SPLIT_RULES),
-        "\nCells of a sweep that share a task share forward passes (`--stack`). A cell runs alone, and the sweep says",
-        "why, where its task says so, or for one of these reasons:\n",
-        *(f"- {reason.says.format(it='…')}" for reason in REASONS if reason.says != "{it}"),
     ]
     return "\n".join(parts) + "\n"
 

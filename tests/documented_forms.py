@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib.util
 import io
 import json
 import lzma
@@ -63,11 +64,13 @@ class Form:
     checks: tuple[Check, ...]
     code: int = 0
     stdin: str | None = None
+    slow: bool = False
+    """More than ten seconds."""
 
 
-def _form(name: str, command: str, *checks: Check, code: int = 0, stdin: str | None = None) -> Form:
+def _form(name: str, command: str, *checks: Check, code: int = 0, stdin: str | None = None, slow: bool = False) -> Form:
     assert checks or code, f"{name} has no product to look at"
-    return Form(name, command, checks, code, stdin)
+    return Form(name, command, checks, code, stdin, slow)
 
 
 # ------------------------------------------------------------------------------------------------------------- products
@@ -343,6 +346,8 @@ def prepare(home: Path) -> None:
         b'templates: ["This is {group} and the {attribute}."]\nprompts: ["{group} was a"]\nwindow: 4\n',
         "mine.yaml": b"backbone: encoder\ntask: {kind: classify}\ndata:\n  train: {files: [labels.jsonl]}\n"
         b"  dev: {files: [pairs.jsonl]}\n  test: {files: [true.jsonl]}\n  checks: {copies: off}\n",
+        "compared/tasks/trec_qc.jsonl.xz": lzma.compress(_jsonl({"text": f"the cat {i} sat on the {_WORDS[i % 15]}",
+            "label": LABELS[i % 2], "split": "train" if i < 40 else "test"} for i in range(60))),
         "removed.jsonl": b'{"id": "0-3", "match": "0-1", "why": "minhash"}\n',
         "true.jsonl": _jsonl({"text": f"a dog {i}", "label": y} for i, y in enumerate(LABELS)),
         "mixture.yaml": b"extends: language-model\nbackbone: decoder\ndata:\n  train:\n    files: []\n    weigh: tokens\n"
@@ -417,6 +422,8 @@ RUNS: dict[str, Form] = {
         _form("classify-encoder", _train("classify-encoder", "encoder", "labels.jsonl"), judged(*_CLASSES)),
         _form("classify-t5", _train("classify", "t5", "labels.jsonl"), judged(*_CLASSES)),
         _form("classify-pairs", _train("classify", "encoder", "pairs.jsonl"), judged(*_CLASSES)),
+        _form("classify-pairs-columns", _train("classify", "encoder", "pairs.jsonl", "--data.columns.text text2 "
+              "--data.columns.text2 text"), judged(*_CLASSES)),
         _form("classify-decoder-pairs", _train("classify", "decoder", "pairs.jsonl"), judged(*_CLASSES)),
         _form("classify-columns", _train("classify", "encoder", "renamed.jsonl", "--data.columns.text body "
               "--data.columns.label kind --data.columns.id key"), judged(*_CLASSES)),
@@ -467,9 +474,10 @@ RUNS: dict[str, Form] = {
               "--task.max_new_tokens 2 --task.metrics '[span_f1, span_precision, span_recall]'"),
               judged("span_f1", "span_precision", "span_recall")),
         *(_form(f"chat-{rows}", _train("chat", "instruct", f"{rows}.jsonl", more), judged(*_TEXT))
-          for rows, more in {"messages": "", "thoughts": "--task.max_unsupervised 1", "weighted": "", "parts": "",
+          for rows, more in {"messages": "", "thoughts": "--task.max_unsupervised 1 --task.empty_thoughts true", "weighted": "", "parts": "",
                              "sharegpt": "", "sharegpt-system": "", "alpaca": "", "alpaca-history": "",
-                             "trl-texts": "", "trl-turns": "", "system-column": "",
+                             "trl-texts": "", "trl-turns": "", "system-column": "", "contexts": "", "questions": "",
+                             "inputs": "",
                              "talks": "--data.columns.messages talk"}.items()),
         _form("chat-tools", _train("chat", "control", "tools.jsonl", "--task.template base --train.max_length 640"),
               judged(*_TEXT)),
@@ -518,6 +526,8 @@ RUNS: dict[str, Form] = {
         _form("label-noise", _train("classify", "encoder", "labels.jsonl", "--data.label_noise 0.4"),
               holds("label_noise.json"), judged(*_CLASSES)),
         _form("recorded", _train("classify", "encoder", "labels.jsonl", "--record.per_doubling 1"), holds("trace.jsonl")),
+        _form("recorded-sharpness", _train("classify", "encoder", "labels.jsonl", "--record.steps '[1]' "
+              "--record.sharpness '[0]'"), holds("trace.jsonl")),
         _form("mixture", f"train mixture.yaml {TINY} --out {{out}}", judged(*_TEXT), says("source one", "source two")),
         _form("recipe-file", f"train mine.yaml {TINY} --out {{out}}", judged(*_CLASSES)),
         _form("several-steps", _train("classify", "encoder", "labels.jsonl", "--train.steps 2 --train.save_every 1"),
@@ -572,6 +582,7 @@ def _regularizers_and_adapters() -> Iterator[Form]:
         "dropout": "--adapter.dropout 0.1", "narrow adapter": "--train.precision bf16 --train.adapter_precision bf16",
         "alpha rank": "--adapter.alpha rank", "group": "--train.group length", "checkpointing": "--train.checkpointing "
         "full", "accumulate": "--train.batch_size 2 --train.accumulate 2", "quarter": "--train.eval_every 0.5",
+        "deterministic": "--train.deterministic true", "skipped": "--train.skip_nonfinite 3",
         "backbone dropout": "--train.backbone_dropout 0.1", "constant": "--optimizer.schedule constant",
         "linear": "--optimizer.schedule linear", "weight decay": "--optimizer.weight_decay 0.1",
         "bad rows": "--data.bad_rows skip", "limit": "--data.train.limit 4", "tensorboard": "--tracker.kinds tensorboard",
@@ -581,7 +592,7 @@ def _regularizers_and_adapters() -> Iterator[Form]:
     }.items():  # fmt: skip
         yield _form(f"train with {name}", _train("classify", "encoder", "labels.jsonl", words), judged("accuracy"))
     yield _form("train with epochs", _train("classify", "encoder", "labels.jsonl", "--train.epochs 2").replace(
-                "--train.steps 1 ", ""), judged("accuracy"), says("train.epochs 2"))  # fmt: skip
+                "--train.steps 1 ", ""), judged("accuracy"), says("3 steps: 2 epochs of 6 rows"))  # fmt: skip
     yield _form("train with train_whole", _train("language-model", "decoder", "texts.jsonl",
                 "--adapter.train_whole '[lm_head]'"), judged(*_TEXT))  # fmt: skip
     yield _form("train with soft tokens", _train("language-model", "decoder", "texts.jsonl",
@@ -636,6 +647,9 @@ def _data_of(run: str) -> str:
 _PLAN = "plan language-model --train.precision bf16"
 _SELECT = "select --pool texts.jsonl --target new.jsonl --budget 3 --data.holdout 0 --out {out}"
 _GRID = f"sweep classify --backbone encoder --data labels.jsonl {OWN} --regularizer.kind plain --jobs 1"
+_ONE_SEED = "--seeds 1 --jobs 1"
+_RECORD = "--record.steps '[1]' --record.train_rows 4 --record.heldout_rows 3"
+_FOUR_BITS = importlib.util.find_spec("bitsandbytes") is not None
 _MORE = "--grid adapter.rank=1,2 --seeds 1 --out {out}"
 
 FORMS: list[Form] = [
@@ -661,6 +675,7 @@ FORMS: list[Form] = [
     _form("plan of own rows, as text", "plan classify --data labels.jsonl --gpus 1xT4", says("best:")),
     _form("plan of no model", "plan --model nobodys-model-1b", says("nobodys-model-1b"), code=2),
     # select
+    _form("select by a key", f"{_SELECT} --select.method.kind dsir", chosen(COUNT, 3)),
     *(_form(f"select by {method}", f"{_SELECT} --method {method}{more}", chosen(COUNT, 3))
       for method, more in {
           "cynical": "", "moore-lewis": "", "classifier": "", "dsir": "", "gotd": " --epsilon 0.1 --memory 1", "knn": "",
@@ -777,24 +792,43 @@ FORMS: list[Form] = [
     _form("sweep of rows and noise", f"{_GRID} --grid data.train.limit=3,5 data.label_noise=0,0.4 --design paired --seeds 1 "
           "--out {out}", holds("cells.parquet")),
     _form("sweep at random", f"{_GRID} --grid optimizer.lr=1e-4..1e-2:log --design random --points 2 --seeds 1 --out "
-          "{out} --stack 1 --devices cpu --max-cells 9", holds("cells.parquet")),
+          "{out} --devices cpu --max-cells 9", holds("cells.parquet")),
     _form("sweep, a part", f"{_GRID} {_MORE} --part 1/2", holds("cells")),
     _form("sweep until decided", f"{_GRID} --grid adapter.rank=1,2,3 --until decided --seeds 5 --out {{out}} --rerun-stale "
           "--rerun-failed", holds("cells.parquet")),
     _form("sweep recorded", f"{_GRID} {_MORE} --record.steps log --sweep.metric f1_macro", holds("cells.parquet")),
+    _form("positive control", f"sweep positive-control {_ONE_SEED} --grid adapter.rank=4,8 --train.batch_size 12 "
+          "--data.train.limit 12 --data.test.limit 10 --out {out}", holds("cells.parquet"), says("majority floor")),
+    _form("double descent", f"sweep double-descent {TINY} {_ONE_SEED} --grid adapter.rank=1,2 --data.train.limit 12 "
+          "--data.test.limit 10 --out {out}", holds("cells.parquet", "curves.parquet"), says("majority floor")),
+    *(_form(f"double descent along {axis}", f"sweep double-descent-{axis} --backbone encoder --adapter.targets all-linear "
+            f"--data labels.jsonl --data.train.limit null --data.dev.limit null {OWN} {_ONE_SEED} {_RECORD} "
+            "--grid adapter.rank=1,2 --out {out}", holds("cells.parquet", "curves.parquet"))
+      for axis in ("rank", "rows", "steps")),
+    _form("training bump", f"sweep training-bump --backbone decoder --adapter.targets all-linear --data questions.jsonl "
+          f"--data.train.limit null --data.dev.limit null --data.test.limit null {OWN} {_ONE_SEED} {_RECORD} "
+          "--grid adapter.rank=2 optimizer.lr=1e-3,3e-3 --out {out}", holds("cells.parquet", "curves.parquet")),
+    _form("flat comparison", f"compare flat-comparison --backbone encoder --data compared --methods ggpo --tasks trec "
+          f"--jobs 1 {TINY} --comparison.tasks.trec.train 12 --comparison.tasks.trec.validation 8 "
+          "--comparison.tasks.trec.test 8 --comparison.seeds 2 --comparison.exploratory_seeds 2 "
+          "--comparison.rounds 1 --comparison.finalists 1 --comparison.sharpness_seeds 0 --out {out}",
+          holds("comparison.json", "report.html"), slow=True),
+    _form("chat in four bits", "train chat-qlora --data messages.jsonl --out {out}", 
+          says("needs the package bitsandbytes; pip install 'flatshift[quant]'"), code=2) if not _FOUR_BITS else
+    _form("chat in four bits", _train("chat-qlora", "instruct", "messages.jsonl"), judged(*_TEXT)),
     _form("sweep of too many", f"{_GRID} --grid adapter.rank=1,2 --seeds 9 --max-cells 4 --out {{out}}", says("max-cells"),
           code=2),
     _form("forecast", f"forecast classify --backbone encoder --data labels.jsonl --data.test.files true.jsonl {TINY} --ranks "
           "1 2 --noise 0 0.2 --draws 2 --more 20 --out {out} --json", printed(), holds("forecast.json")),
     _form("compare without its block", "compare classify --out {out}", says("comparison"), code=2),
-    _form("compare of absent files", "compare flat-comparison --data nowhere --methods ggpo --out {out}", says("nowhere"),
+    _form("compare of absent files", "compare flat-comparison --data nowhere --methods ggpo --comparison.metric "
+          "f1_macro --out {out}", says("nowhere"),
           code=2),
     _form("push of what is no result", "push notes ORGANISATION/NAME", says("notes"), code=2),
     _form("push to a store", "push {run:selection} memory:///documented/{name}", says("memory:///documented")),
     _form("serve on no port", "serve {run:chat-messages} --port 70000 --host ::1", says("70000"), code=2),
-    _form("watch of no sweep", "watch notes --every 1 --port 0", says("notes"), code=2),
     *(_form(f"{verb} --help", f"{verb} --help", says("usage: flatshift " + verb))
-      for verb in ["chat", "compare", "demo", "doctor", "eval", "export", "forecast", "generate", "merge", "plan", "predict", "push", "recipes", "report", "runs", "select", "serve", "sweep", "tokenizer", "train", "watch"]),
+      for verb in ["chat", "compare", "demo", "doctor", "eval", "export", "forecast", "generate", "merge", "plan", "predict", "push", "recipes", "report", "runs", "select", "serve", "sweep", "tokenizer", "train"]),
 ]  # fmt: skip
 RUNS["resumed"] = _form("resumed", _train("classify", "encoder", "labels.jsonl"), judged("accuracy"))
 RUNS["resumed-writing"] = _form("resumed-writing", _train("completion", "decoder", "questions.jsonl",

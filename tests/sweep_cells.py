@@ -11,13 +11,12 @@ from pathlib import Path
 
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.studies.cell import Cell, Result, finish_cell, result_of
-from flatshift.experiments.studies.queue import Unit
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.run_directory import RunDirectory
 
 
 def cells_that(behaviours: list[str], *, seeds: int = 1) -> list[Cell]:
-    """One point per behaviour: `ok`, `die`, `die (late) once`, `boom`, `full`, `writing` or `stop (late) once`."""
+    """One point per behaviour: `ok`, `die`, `die (late) once`, `boom`, `full`, `writing` or `stop once`."""
     resolved = load_recipe("double-descent")
     return [
         Cell(f"{place:04d}{seed:04d}", {"behaves": name, "place": place}, seed, resolved)
@@ -26,45 +25,37 @@ def cells_that(behaviours: list[str], *, seeds: int = 1) -> list[Cell]:
     ]
 
 
-def behave(out: Path, unit: Unit, threads: int | None) -> bool:
-    """A `RunUnit` that does what the points of the cells say; a stack dies with any of its cells."""
-    for cell in unit:
-        RunDirectory(out).log(f"start {cell.key}")
-    for cell in unit:
-        name = cell.point["behaves"]
-        if name == "die" or (name == "die once" and _first(out, cell)):
-            (out / "cells" / f".{cell.key}.{os.getpid()}.tmp").mkdir(parents=True)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if name == "die late once" and _first(out, cell):
-            while len(list((out / "cells").glob("*/result.json"))) < 2:
-                time.sleep(0.05)
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        if name == "stop once" and _first(out, cell):
-            raise Interrupted("stopped by a signal")
-    fit = True
-    for cell in unit:
-        directory = out / "cells" / cell.key
-        if cell.point["behaves"] == "stop late once" and _first(out, cell):
-            raise Interrupted("stopped by a signal")
-        if cell.point["behaves"] == "writing":
-            directory.mkdir(parents=True)
-            (directory / ".result.json.12345678.tmp").touch()
-            time.sleep(60)
-        if cell.point["behaves"] == "full":
-            while out.name == "writing" and not list(out.rglob(".result.json.*.tmp")):
-                time.sleep(0.05)
-            raise Interrupted(f"the disk is full while writing {directory}") from OSError(errno.ENOSPC, "no space")
+def behave(out: Path, cell: Cell, threads: int | None) -> bool:
+    """A `RunCell` that does what the point of the cell says."""
+    RunDirectory(out).log(f"start {cell.key}")
+    name, directory = cell.point["behaves"], out / "cells" / cell.key
+    if name == "die" or (name == "die once" and _first(out, cell)):
+        (out / "cells" / f".{cell.key}.{os.getpid()}.tmp").mkdir(parents=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "die late once" and _first(out, cell):
+        while len(list((out / "cells").glob("*/result.json"))) < 2:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if name == "stop once" and _first(out, cell):
+        raise Interrupted("stopped by a signal")
+    if name == "writing":
+        directory.mkdir(parents=True)
+        (directory / ".result.json.12345678.tmp").touch()
+        time.sleep(60)
+    if name == "full":
+        while out.name == "writing" and not list(out.rglob(".result.json.*.tmp")):
+            time.sleep(0.05)
+        raise Interrupted(f"the disk is full while writing {directory}") from OSError(errno.ENOSPC, "no space")
 
-        def measure(cell: Cell = cell) -> Result:
-            if cell.point["behaves"] == "boom":
-                raise RuntimeError("a device failed")
-            found = {"process": os.getpid(), "threads": threads or 0, "blas": int(os.environ["OMP_NUM_THREADS"])}
-            return Result("done", metrics={"test": {name: {"value": value} for name, value in found.items()}})
+    def measure() -> Result:
+        if name == "boom":
+            raise RuntimeError("a device failed")
+        found = {"process": os.getpid(), "threads": threads or 0, "blas": int(os.environ["OMP_NUM_THREADS"])}
+        return Result("done", metrics={"test": {name: {"value": value} for name, value in found.items()}})
 
-        outcome, well = result_of(measure, directory)
-        finish_cell(directory, cell, dataclasses.replace(outcome, seconds=0.5))
-        fit &= well
+    result, fit = result_of(measure, directory)
+    finish_cell(directory, cell, dataclasses.replace(result, seconds=0.5))
     return fit
 
 
@@ -84,7 +75,7 @@ def starts(out: Path) -> list[str]:
 
 
 class Unloadable:
-    """A `RunUnit` that ends the process which unpickles it."""
+    """A `RunCell` that ends the process which unpickles it."""
 
     def __reduce__(self) -> tuple:
         return os._exit, (7,)

@@ -290,7 +290,6 @@ def _sweeps(root: Path) -> Iterator[BadInput]:
         ("--grid", "adapter.rank=1,2", "--jobs", "0"): "--jobs",
         ("--grid", "adapter.rank=1,2", "--devices", "gpu"): "--devices",
         ("--grid", "adapter.rank=1,2", "--devices", "99"): "--devices",
-        ("--grid", "adapter.rank=1,2", "--stack", "x"): "--stack",
         ("--grid", "adapter.rank=1,2", "--epsilon", "0.1"): "--epsilon",
         ("--grid", "adapter.rank=1,2", "--bisect", "train.steps"): "--bisect",
         ("--grid", "adapter.rank=1,2", "--bisect", "data.train.limit=9..1"): "--bisect",

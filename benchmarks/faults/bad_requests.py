@@ -274,7 +274,6 @@ def _samples(root: Path) -> Iterator[BadInput]:
 
 
 def _studies(root: Path) -> Iterator[BadInput]:
-    run = str(root / "run")
     markers: dict[str, bytes] = {
         "nothing": b"",
         "a list": b"[]",
@@ -339,8 +338,6 @@ def _studies(root: Path) -> Iterator[BadInput]:
 
         argv = ("train", "recipe.yaml", "--out", "out")
         yield BadInput(f"mixture: weights {name}", argv, ("weight", "sources"), mixed)
-    for every in ("inf", "nan", "0", "-1", "1e300"):
-        yield BadInput(f"watch --every {every}", ("watch", run, "--every", every), ("--every",))
 
 
 # --------------------------------------------------------------------------------------------------------- tokenizers

@@ -124,7 +124,6 @@ def _of_commands(root: Path) -> Iterator[BadInput]:
         "select": ("select", "--pool", rows, "--target", rows, "--budget", "3", "--out", "out"),
         "sweep": ("sweep", "recipe.yaml", "--out", "out", "--grid", "adapter.rank=1,2"),
         "forecast": ("forecast", "recipe.yaml", "--out", "out"),
-        "watch": ("watch", "sweep"),
         "compare": ("compare", "flat-comparison", "--out", "out"),
         "eval": ("eval", run, "--data", rows, "--out", "out"),
         "predict": ("predict", run, "--data", rows, "--out", "out.jsonl"),

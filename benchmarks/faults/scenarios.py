@@ -118,7 +118,7 @@ def _resume(begin: Callable[[Path, Path], list[str]]) -> Callable[[Path, Path], 
 def _sweep(inputs: Path, out: Path) -> list[str]:
     small = {key: value for key, value in SMALL.items() if "dev" not in key and "every" not in key}
     rows = {key: value for key, value in _rows(inputs).items() if "dev" not in key}
-    grid = ["--grid", "adapter.rank=1,2", "--seeds", "1", "--jobs", "1", "--stack", "1"]
+    grid = ["--grid", "adapter.rank=1,2", "--seeds", "1", "--jobs", "1"]
     more = {"record.per_doubling": 1, "record.heldout_rows": 4}
     del small["adapter.rank"]
     return ["sweep", "double-descent", "--out", str(out), *grid, *_flags(small | rows | more)]

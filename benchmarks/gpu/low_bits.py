@@ -6,14 +6,18 @@ import importlib.util
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu.devices import Device
 from benchmarks.gpu.llama import SEED, Padder, backbone, batches
 from benchmarks.gpu.measurements import Figures
 from benchmarks.gpu.parity import objective
-from benchmarks.gpu.speed import NEVER, shape_of
+from benchmarks.gpu.speed import NEVER, Updates, shape_of
+
+if TYPE_CHECKING:
+    from flatshift.finetune.train.stage import TrainingStage
 
 MISSING = "not installed: bitsandbytes (the extra `quant`)"
 
@@ -41,52 +45,42 @@ def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int,
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.config import Adapter
     from flatshift.finetune.models.load import load_backbone
+    from flatshift.finetune.train.loop import train_stage
 
     made = objective("completion", rows=rows, length=length, limit=limit)
     loaded = load_backbone(made.backbone, task=made.task, precision="bf16", quantization=kind, device=device)
     model = attach_adapter(loaded, Adapter(rank=8), task=made.task, seed=SEED)
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        stage = _stage(model, made.tokenizer, made.task, made.batches, device, steps, Path(folder) / "run")
-        work = next(stage)
-        for _ in range(steps - 1):
-            loss = work.compute()
-            losses.append(loss.item())
-            work = stage.send(loss)
-        losses.append(work.compute().item())
-        stage.close()
+        stage = _stage(made.task, made.batches, device, steps, Path(folder) / "run")
+        train_stage(model, made.tokenizer, replace(stage, on_step=lambda line: losses.append(line["loss"])))
     return sum(losses[-tail:]) / tail
 
 
-def _stage(model: Any, tokenizer: Any, task: Any, batches: Any, device: str, steps: int, folder: Path) -> Any:
+def _stage(task: Any, batches: Any, device: str, steps: int, folder: Path) -> TrainingStage:
     from flatshift.finetune.config import Evaluate, Optimizer, Train
     from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.stacked.together import stage_work
     from flatshift.finetune.train.stage import TrainingStage
     from flatshift.regularizers import Plain, build
 
-    return stage_work(
-        model,
-        tokenizer,
-        TrainingStage(
-            name="fine-tune",
-            task=task,
-            batches=batches,
-            dev=[],
-            optimizer=Optimizer(lr=2e-3 if steps < NEVER else 1e-4, warmup=0.05),
-            train=Train(
-                steps=steps,
-                precision="bf16",
-                accumulate=batches.accumulate,
-                max_length=batches.max_length,
-                save_every=0,
-                device=device,
-            ),
-            evaluate=Evaluate(),
-            regularizer=build(Plain()),
-            run=RunDirectory.create(folder),
-            seed=SEED,
+    return TrainingStage(
+        name="fine-tune",
+        task=task,
+        batches=batches,
+        dev=[],
+        optimizer=Optimizer(lr=2e-3 if steps < NEVER else 1e-4, warmup=0.05),
+        train=Train(
+            steps=steps,
+            precision="bf16",
+            accumulate=batches.accumulate,
+            max_length=batches.max_length,
+            save_every=0,
+            device=device,
         ),
+        evaluate=Evaluate(),
+        regularizer=build(Plain()),
+        run=RunDirectory.create(folder),
+        seed=SEED,
     )
 
 
@@ -129,17 +123,13 @@ def sized(
             frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
             found["frozen"][kept] = float(sum(frozen.values()) + sum(t.nbytes for t in scales(model).values()))
             rows_of = batches(sizes, rows=rows, sequence=sequence)
-            stage = _stage(model, Padder(), task, rows_of, device, NEVER, Path(folder) / f"run-{kept}")
-            work = next(stage)
+            run = Updates(model, Padder(), _stage(task, rows_of, device, NEVER, Path(folder) / f"run-{kept}"))
+            run.update()
             where.clear()  # the peak is that of updates, not of reading and quantising
-            took = []
-            for _ in range(warm + updates):
-                start = where.now()
-                work = stage.send(work.compute())
-                took.append(where.now() - start)
+            took = [where.seconds(run.update) for _ in range(warm + updates)]
             found["seconds"][kept] = statistics.median(took[warm:])
             found["memory"][kept] = where.peak_bytes()
-            stage.close()
-            del loaded, model, stage, work
+            run.close()
+            del loaded, model, run
             where.clear()
     return {figure: {"ours": values[kind], "peer": [values[None]]} for figure, values in found.items()}

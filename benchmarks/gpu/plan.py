@@ -49,7 +49,6 @@ TOYS: dict[str, dict[str, Any]] = {
     f"{HERE}.parity:resumed": {"updates": 4, "killed_after": 3, "rows": 1, "length": 16, "limit": 8},
     f"{HERE}.transport:agreement": {"n": 4000, "m": 60, "d": 16},
     f"{HERE}.transport:solve": {"n": 4000, "m": 60, "d": 16, "passes": 1, "memory_bytes": 1 << 28},
-    f"{HERE}.stacks:stacked": {"rounds": 1, "turn": 1, "ranks": (2,), "seeds": 2},
     f"{HERE}.low_bits:learnt": {"steps": 2, "tail": 1, "rows": 1, "length": 32, "limit": 8},
     f"{HERE}.low_bits:sized": {**_SMALL, "shape": TOY, "updates": 1},
 }
@@ -67,7 +66,6 @@ def plan() -> list[Measurement | Best]:
         *transport(),
         *others(),
         *low_bits(),
-        *cells(),
     ]
 
 
@@ -261,12 +259,6 @@ def transport() -> list[Measurement]:
         )
         made.append(Measurement(f"transport/{name}", f"{HERE}.transport:solve", {"n": n, "m": m}, rows, guess))
     return made
-
-
-def cells() -> list[Measurement]:
-    """Stacked cells of a sweep."""
-    row = Row("seconds", "update of one of 32 stacked cells, 64 tokens, bf16", "s", "alone", "<=", 0.15)
-    return [Measurement("stacked/64", f"{HERE}.stacks:stacked", {}, (row,), 40)]
 
 
 def low_bits() -> list[Measurement]:

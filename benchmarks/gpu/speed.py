@@ -14,11 +14,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from threading import Semaphore, Thread
+from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.gpu.devices import PUBLISHED_TOKENS, Device, best_product, dense_peak, first_line, out_of_memory
 from benchmarks.gpu.llama import SEED, SHAPES, Padder, Shape, adapted, batches, configuration, operations
 from benchmarks.gpu.measurements import Figures
+
+if TYPE_CHECKING:
+    from flatshift.finetune.train.stage import TrainingStage
 
 Way = Literal["none", "selective", "full", "compiled"]
 """What is computed again in backward, or blocks compiled with nothing computed again."""
@@ -93,30 +97,65 @@ def stage_of(case: Case, device: str, folder: Path, *, regularizer: Any = None, 
     return model, Padder(), replace(stage, **more)
 
 
+class _Closed(BaseException):
+    """Ends a paused stage; nothing of it is saved."""
+
+
 class Updates:
-    """A stage of ours under way, update by update; nothing of it is saved."""
+    """A stage of ours in a thread of its own, which runs for one update at a time while the caller waits."""
 
-    def __init__(self, case: Case, device: str, folder: Path, *, regularizer: Any = None) -> None:
-        from flatshift.finetune.stacked.together import stage_work
+    def __init__(self, model: Any, tokenizer: Any, stage: TrainingStage) -> None:
+        """stage: without a `stop` of its own, by which it is paused here."""
+        self._go, self._done = Semaphore(0), Semaphore(0)
+        self._closed = False
+        self._error: BaseException | None = None
 
-        self._stage = stage_work(*stage_of(case, device, folder, regularizer=regularizer))
-        self._work = next(self._stage)
+        def run() -> None:
+            from flatshift.finetune.train.loop import train_stage
+
+            try:
+                self._wait()
+                train_stage(model, tokenizer, replace(stage, stop=self._pause))
+            except _Closed:
+                pass
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._done.release()
+
+        self._thread = Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def _pause(self) -> bool:
+        """Asked after every update."""
+        self._done.release()
+        self._wait()
+        return False
+
+    def _wait(self) -> None:
+        self._go.acquire()
+        if self._closed:
+            raise _Closed
 
     def update(self) -> None:
-        """One whole update."""
-        self._work = self._stage.send(self._work.compute())
+        """One whole update; raises what the stage raises."""
+        self._go.release()
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """Leave the stage as it is."""
-        self._stage.close()
-        del self._stage, self._work
+        self._closed = True
+        self._go.release()
+        self._thread.join()
 
 
 @contextlib.contextmanager
 def open_updates(case: Case, device: str, *, regularizer: Any = None) -> Iterator[Updates]:
     """`Updates` in a folder of its own, left at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        made = Updates(case, device, Path(folder) / "run", regularizer=regularizer)
+        made = Updates(*stage_of(case, device, Path(folder) / "run", regularizer=regularizer))
         try:
             yield made
         finally:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import unicodedata
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -99,6 +101,44 @@ def set_apart(
     owner = _dealt(order[:count], classes, first, sizes, splits)[group]
     taken = {split: np.flatnonzero(owner == number) for number, split in enumerate(splits, start=1)}
     return np.flatnonzero(owner == 0), taken
+
+
+_BREAKS = (re.compile(r"\n\s*\n\s*"), re.compile(r"\n\s*"), re.compile(r"(?<=[.!?。！？])\s+"), re.compile(r"\s+"))
+"""Where a document is cut: between paragraphs, lines, sentences, words."""
+
+
+def cut_documents(rows: Sequence[Row], share: float, splits: Sequence[Split]) -> dict[Split, list[Row]] | None:
+    """So few documents that none can be set apart, each cut into the beginning, which stays, and a piece at its end for
+    each of `splits`, of `share` of its characters; None of more documents, or of one too short."""
+    if not share or not splits or not 0 < len(rows) <= len(splits):
+        return None
+    found: dict[Split, list[Row]] = {split: [] for split in ("train", *splits)}
+    for row in rows:
+        text = row.values.get("text")
+        if not isinstance(text, str):
+            return None
+        size, begin = share * len(text), 0
+        for split, wanted in zip(found, range(len(splits), -1, -1), strict=True):
+            end, after = _break_near(text, round(len(text) - wanted * size), size) if wanted else (len(text), 0)
+            piece = text[begin:end]
+            if not piece.strip():
+                return None
+            name = "" if split == "train" else f"#{split}"
+            cut = replace(row, values={**row.values, "text": piece}, id=f"{row.id}{name}", where=f"{row.where}{name}")
+            found[split].append(cut)
+            begin = after
+    return found
+
+
+def _break_near(text: str, place: int, size: float) -> tuple[int, int]:
+    """End and beginning of two pieces around a place, at the largest break that lies no more than half of `size` from
+    it."""
+    low = max(0, round(place - size / 2))
+    for kind in _BREAKS:
+        near = [found.span() for found in kind.finditer(text, low, round(place + size / 2))]
+        if near:
+            return min(near, key=lambda span: abs(span[0] - place))
+    return place, place
 
 
 def _within(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:

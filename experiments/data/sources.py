@@ -202,9 +202,13 @@ def supply(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> 
 def supply_lines(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> list[str]:
     """The same for a person; `about` where samples are packed, so that how many a step takes is an estimate."""
     word = "about " if about else ""
+    if told[0]["name"] is None:
+        epochs = f"{told[0]['epochs']:.2f}".removesuffix(".00")
+        count = "one epoch" if epochs == "1" else f"{epochs} epochs"
+        return [f"{steps:,} step{'s' * (steps != 1)}: {word}{count} of {told[0]['examples']:,} rows"]
     return [
-        (f"source {one['name']}: {one['share']:.1%} of {one['of']}, " if one["name"] is not None else "training rows: ")
-        + f"{one['examples']:,} samples, {word}{one['epochs']:.2f} epochs in {steps:,} steps"
+        f"source {one['name']}: {one['share']:.1%} of {one['of']}, {one['examples']:,} samples, {word}"
+        f"{one['epochs']:.2f} epochs in {steps:,} steps"
         for one in told
     ]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatshift.experiments.data.checks import Finding, RowChecks, class_counts, class_line, findings, refuse
 from flatshift.experiments.data.encode import Routed, encode_rows, input_paths, is_large, streamed, survey, token_cache
-from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, Split, cut_documents
 from flatshift.experiments.data.lengths import beyond_positions, check_answers
 from flatshift.experiments.data.sources import (
     SourceFiles,
@@ -59,6 +59,8 @@ class SplitRows:
     pool: list[Row] = field(default_factory=list)
     """The training rows before any limit, in the same order: label noise is drawn over them, so that it is the same one
     whatever the limit"""
+    notes: tuple[str, ...] = ()
+    """What is to be said of how they were set apart"""
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,14 @@ def read_splits(recipe: Recipe) -> SplitRows:
             rows[split] += found
             counts[split].append(len(found))
         records = records or len(rows["train"]) + len(skipped)
+    names = task.class_names(rows["train"])
+    cut = None
+    if keys is not None and task.documents:
+        cut = cut_documents(rows["train"], data.holdout, [split for split in SPLITS[1:] if not parts[split]])
+    if cut is not None:  # by their text, not by rows
+        rows |= cut
+        keys = None
     train = rows["train"]
-    names = task.class_names(train)
     chosen = choose(data, parts, counts, recipe.train.seed, keys)
     held: dict[Split, list[Row]] = {split: [] for split in SPLITS}
     for split in SPLITS[1:]:
@@ -120,10 +128,21 @@ def read_splits(recipe: Recipe) -> SplitRows:
             held[split] = [rows[split][i] for i in chosen.own[split]]
         elif split in chosen.apart:
             held[split] = [train[i] for i in chosen.apart[split]]
+        elif cut is not None:
+            held[split] = rows[split]
     kept = [train[i] for places in chosen.train for i in places]
     sizes = [len(places) for places in chosen.train]
     pool = [train[i] for i in chosen.pool]
-    return SplitRows(kept, held["dev"], held["test"], skipped, records, names, sizes, pool)
+    notes = () if cut is None else (cut_line(cut, data.holdout),)
+    return SplitRows(kept, held["dev"], held["test"], skipped, records, names, sizes, pool, notes)
+
+
+def cut_line(cut: Mapping[Split, Sequence[Row]], share: float) -> str:
+    """The sentence on documents of which an end is set apart."""
+    train, *others = cut
+    what = "the document is" if len(cut[train]) == 1 else f"each of {len(cut[train])} documents is"
+    ends = " and ".join(f"{split}" for split in others)
+    return f"data.holdout: {what} cut, {share:g} of it for {ends} from its end" + (" each" if len(others) > 1 else "")
 
 
 def prepare(recipe: Recipe) -> Prepared:
@@ -240,9 +259,10 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
     flipped: list[str] = []
     pool: list[str] = []
     true: dict[str, int] = {}
+    said: tuple[str, ...] = ()
     if noise or not is_large(recipe):
         rows = read_splits(recipe)
-        skipped, labels, parts = rows.skipped, rows.label_names, len(rows.sizes)
+        skipped, labels, parts, said = rows.skipped, rows.label_names, len(rows.sizes), rows.notes
         train, flipped = _wrong_answers(recipe, rows)
         pool = [row.id for row in rows.pool]
         routed = _routed(train, rows)
@@ -294,7 +314,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
         "skipped": [*skipped, *made.skipped],
         "flipped": flipped,
         "true_labels": true,
-        "notes": made.notes,
+        "notes": [*said, *made.notes],
         "units": None if units is None else dataclasses.asdict(units),
         "checks": made.checks,
     }

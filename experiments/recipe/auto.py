@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flatshift.experiments.recipe.build import build
-from flatshift.experiments.recipe.resolve import Resolved, read_origins, resolve_tree
+from flatshift.experiments.recipe.resolve import Resolved, is_given, read_origins, resolve_tree
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.recipe.tree import Branch, Tree, from_override, merge, parse_file
 from flatshift.finetune import assets
@@ -31,7 +31,8 @@ def resolve_auto(
     resolved: Resolved, *, say: Callable[[str], None] = lambda line: None, kept: Path | None = None
 ) -> Resolved:
     """`resolved` with `train.precision` and `train.backbone_precision` for the device at hand, and `task.template` for
-    the backbone's tokenizer, in place of `auto`, and where they come from.
+    the backbone's tokenizer, in place of `auto`, and where they come from; with `task.pack: false` where nobody asked
+    for packing and the backbone cannot keep samples apart.
 
     Among ranks that a launcher started, rank 0 decides for all; each of them must call this.
 
@@ -64,7 +65,7 @@ def resolve_auto(
             values[BACKBONE] = _kept_in(_with(resolved, values).recipe)
             if values[BACKBONE][0] != "same":
                 say(f"backbone: kept in {values[BACKBONE][0]} ({values[BACKBONE][1]})")
-    return _with_template(_with(resolved, values), say)
+    return _unpacked(_with_template(_with(resolved, values), say), say)
 
 
 def resolve_device_precision(recipe: Recipe) -> Recipe:
@@ -104,6 +105,8 @@ def settled_tree(
         value = getattr(found.recipe.train, key)
         if value != getattr(resolved.recipe.train, key):
             tree = merge(tree, from_override(f"train.{key}", value, found.origins[f"train.{key}"]))
+    if found.recipe.task.pack != resolved.recipe.task.pack:
+        tree = merge(tree, from_override("task.pack", found.recipe.task.pack, found.origins["task.pack"]))
     return tree
 
 
@@ -189,6 +192,26 @@ def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
     origin = "auto: the tokenizer's own" if found == AUTO else "auto: the tokenizer has none"
     recipe = dataclasses.replace(recipe, task=recipe.task.replace(template=found))
     return Resolved(recipe, resolved.name, {**resolved.origins, "task.template": origin})
+
+
+def _unpacked(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
+    """`resolved` with `task.pack: false` where packing is a default and the backbone's samples would see each other."""
+    from flatshift.finetune.models.backbone import open_backbone
+    from flatshift.finetune.models.families import LEAKS_PACKED
+
+    recipe = resolved.recipe
+    if not recipe.task.pack or is_given(resolved, "task.pack"):
+        return resolved
+    try:
+        kind = open_backbone(recipe.backbone).config.get_text_config().model_type
+    except UserError:  # whoever loads it says what is wrong
+        return resolved
+    if kind not in LEAKS_PACKED:
+        return resolved
+    why = f"auto: {kind} lets packed samples see each other"
+    say(f"task.pack: false ({why})")
+    recipe = dataclasses.replace(recipe, task=recipe.task.replace(pack=False))
+    return Resolved(recipe, resolved.name, {**resolved.origins, "task.pack": why})
 
 
 def _with(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:

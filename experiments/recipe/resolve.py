@@ -35,6 +35,8 @@ OWN_ROWS = "names rows of your own"
 _LENGTHS = ("steps", "epochs")
 """Of `train`: both say how long; the upper layer's word counts."""
 _EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
+_OTHER_ROWS = ("data.columns.", "data.bad_rows")
+"""How rows are read, which may differ for files that are not the run's own."""
 _MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.extend", "train.device", "data.cache", *_EVALUATION)
 
 
@@ -195,6 +197,12 @@ def _without_pieces(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
     return changed, {**origins, "train.overlong": why}
 
 
+def is_given(resolved: Resolved, key: str) -> bool:
+    """True if a user said what a key is, not a default or a shipped recipe."""
+    origin = resolved.origins.get(key, _DEFAULT)
+    return origin != _DEFAULT and not origin.startswith(str(_SHIPPED))
+
+
 def _at(tree: Tree, *path: str) -> Tree | None:
     """The tree at a path; None where there is none, a null or a default."""
     for key in path:
@@ -350,9 +358,11 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, task=task, data=data, select=select, backbone=backbone, adapter=adapter)
 
 
-def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
+def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Resolved:
     """The recipe of an existing run directory, with its own copy of the chat template; only mesh, device,
     `train.steps` and what concerns evaluation alone may be overridden.
+
+    other_rows: files are read that are not the run's own, so `data.columns` and `data.bad_rows` may be too.
 
     Raises UserError if `run` is no run directory, its template changed, or an override changes anything else.
     """
@@ -368,10 +378,13 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = ()) -> Resolved:
     origins: Origins = {}
     after = build(Recipe, tree, origins=origins)
     old, new = _flatten(dataclasses.asdict(before)), _flatten(dataclasses.asdict(after))
+    free = (*_MAY_CHANGE_ON_RESUME, *(_OTHER_ROWS if other_rows else ()))
     for key in sorted(old.keys() | new.keys()):
-        if old.get(key) != new.get(key) and not key.startswith(_MAY_CHANGE_ON_RESUME):
-            key = ".".join(map(key_of, key.split(".")))
+        if old.get(key) != new.get(key) and not key.startswith(free):
             others = "; `flatshift eval RUN --data FILE` judges other rows" if key.startswith("data.") else ""
+            if key.startswith(_OTHER_ROWS):
+                others += ", and takes this"
+            key = ".".join(map(key_of, key.split(".")))
             raise UserError(
                 f"--{key}: a run keeps all but mesh, train.device, train.steps, train.extend and its evaluation "
                 f"(eval, task.score, task.max_new_tokens); start a new run for {key}{others}"

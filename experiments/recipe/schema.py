@@ -26,6 +26,7 @@ from flatshift.finetune.config import (
     check_bounds,
     refuse_zero,
 )
+from flatshift.finetune.models.families import LEAKS_PACKED
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 from flatshift.regularizers.config import Plain, RegularizerConfig
 from flatshift.selection.config import Chunk, Cynical, Embedder, Method, PrecomputedFeatures, Relevance, TfIdf
@@ -123,14 +124,9 @@ class SweepConfig:
     """The held-out figure that curves, verdicts and the lowest setting are of: any that the task is judged by, for
     example `f1_macro`, drawn as 1 less the metric where higher is better. `auto`: error where there is one, else
     loss."""
-    stack: int | Literal["auto"] = 1
-    """Cells that train at the same time on one shared backbone at most; 1: each alone; `auto`: as many as memory
-    allows. Results of a stack equal those of cells alone up to rounding."""
 
     def __post_init__(self) -> None:
         check_bounds(self, seeds=(1, None), points=(1, None))
-        if self.stack != "auto":
-            check_bounds(self, stack=(1, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +173,11 @@ def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
 
     if recipe.warmup is not None and recipe.warmup.task is not None:
         return recipe.warmup.task, "as warmup.task says"
-    if open_backbone(recipe.backbone).reads_both_ways:
+    backbone = open_backbone(recipe.backbone)
+    if backbone.reads_both_ways:
         return MaskedLM(), f"because {recipe.backbone} is an encoder"
+    if (kind := backbone.config.get_text_config().model_type) in LEAKS_PACKED:
+        return LanguageModel(pack=False), f"because {recipe.backbone} is a decoder; {kind} cannot pack"
     return LanguageModel(), f"because {recipe.backbone} is a decoder"
 
 

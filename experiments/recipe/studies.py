@@ -179,8 +179,6 @@ class SweepOptions:
     """Mean train error up to which rows count as fitted (--bisect); 0.1 by default."""
     jobs: int | None = None
     """Processes that work on cells at the same time; by default one for each CUDA device, else 1."""
-    stack: str | None = None
-    """Cells that train together on one backbone: auto (as many as memory allows) or a number; 1: each alone."""
     devices: str = "auto"
     """auto (every CUDA device), cpu, or CUDA numbers such as 0,1; processes get them in turn."""
     max_cells: int | None = None

@@ -34,12 +34,16 @@ def side_by_side(runs: Sequence[RunResults]) -> Chapter | None:
     )
 
 
-def metric_rows(runs: Sequence[RunResults]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the figures of the split that counts, for a terminal."""
+def metric_lines(runs: Sequence[RunResults]) -> str:
+    """The figures of the split that counts, as the page has them, for a terminal; empty without any."""
     names = _names(runs)
     split = _split(runs)
     table = None if split is None else _table(runs, names, split)
-    return (list(table.columns), [list(row) for row in table.rows]) if table is not None else ([], [])
+    if table is None:
+        return ""
+    columns = [str(split), *table.columns[1:]]
+    shown = formats.aligned(columns, [list(row) for row in table.rows], right=range(2, len(columns)))
+    return "\n".join([shown, table.caption, _finding(runs, names)])
 
 
 def _names(runs: Sequence[RunResults]) -> list[str]:

@@ -23,7 +23,16 @@ from flatshift.experiments.select.remote_features import Copied, copied
 from flatshift.finetune.data.view import RowView
 from flatshift.finetune.errors import UserError, is_remote, user_path
 from flatshift.finetune.seeds import derive
-from flatshift.selection.config import BackboneEmbedder, EncoderEmbedder, Gradients, Static, TfIdf, TokenNgrams, needs
+from flatshift.selection.config import (
+    BackboneEmbedder,
+    Embedder,
+    EncoderEmbedder,
+    Gradients,
+    Static,
+    TfIdf,
+    TokenNgrams,
+    needs,
+)
 from flatshift.selection.errors import BadRow
 from flatshift.selection.features import FeatureCache, TakenRows, in_shards, load_features, open_directory
 from flatshift.selection.features.cache import SHARD_ROWS
@@ -378,3 +387,38 @@ _EMBEDDERS: dict[type, _Kind] = {
     EncoderEmbedder: _Kind(_by_itself, slow=True),
 }
 """By the settings of `flatshift.selection.config.Embedder`, but for features of the user's own."""
+
+
+class RecipeEmbedder:
+    """texts → (n, dim) float32, the vectors that `flatshift select` makes of them by the recipe's `select.embedder`,
+    for the maps of other engines (`flatshift.selection.features.ShardWriter`).
+
+    embedder: the model's states (`backbone`, `encoder`), gradients of a light adapter on it (`gradients`), or word
+    vectors (`static`). moments: the texts that Adam's second moments of gradients are taken over, the same in every
+    task and for the target (the embedder draws `moment_texts` of them); others have no use for them. Pickled it holds
+    settings alone: the model is loaded at a process's first call.
+
+    Raises UserError for an embedder that is fitted to pool and target, or gradients without texts for their moments.
+    """
+
+    def __init__(self, recipe: Recipe, embedder: Embedder, moments: Sequence[str] = ()):
+        if not isinstance(embedder, ByItself):
+            raise UserError(
+                f"select.embedder.kind: {embedder.kind} is no function of a text alone; take backbone, encoder, "
+                "gradients or static, or TfIdfEmbedder, fitted once"
+            )
+        if isinstance(embedder, Gradients) and embedder.adam and not moments:
+            raise UserError(
+                "moments: gradients are divided by the root of their second moments; give a few hundred texts of the "
+                "pool, the same in every task, or set select.embedder.adam to false"
+            )
+        self.recipe, self.embedder, self.moments = recipe, embedder, tuple(moments)
+        self._embed: Embed | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_embed": None}
+
+    def __call__(self, texts: Sequence[str]) -> np.ndarray:
+        if self._embed is None:
+            self._embed = embedding_by_itself(self.recipe, self.embedder, self.moments, keyed=False).embed
+        return self._embed(list(texts))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,11 +18,18 @@ from flatshift.finetune.data.view import RowView
 from flatshift.finetune.seeds import derive
 from flatshift.selection.methods.base import Selector
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _SHIPPED_POOL = "sample:pool"
 _LONGEST = 600
 """Characters of a target that are kept."""
 _GROUP = 1 << 16
 """Rows of scores.parquet written at a time."""
+_FITTED = 4096
+"""Rows of each side that the axes of the map are fitted on."""
+_LARGEST = 1e30
+"""Features beyond are drawn in units of the largest: coordinates are float32, their variances products."""
 
 
 def write_choice(recipe: Recipe, directory: Path, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> None:
@@ -123,9 +131,62 @@ def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
 def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarray, seed: int) -> None:
     import pyarrow.parquet as pq
 
-    from flatshift.experiments.select.projection import project
-
     pq.write_table(project(x, y, selected, seed=derive(seed, "map"), max_points=4000), directory / "map.parquet")
+
+
+def project(
+    X: np.ndarray, Y: np.ndarray, selected: Sequence[int] | np.ndarray, *, seed: int, max_points: int = 4000
+) -> pa.Table:
+    """Principal-axis coordinates of a seeded sample of pool, selection and target.
+
+    X: (N, d) pool features, may be a memmap (only sampled rows are read). Y: (M, d) target features. `selected`: row
+    numbers of X, or a mask of length N. The axes are fitted on target and pool with half the weight each, so that a
+    small target shapes them as much as a large pool. At most a quarter of `max_points` is target, a quarter selection,
+    the rest unchosen pool.
+    Returns a table with x, y (float32) and kind (pool, target, selection); the schema metadata
+    `flatshift.explained` holds the shares of the weighted variance on the two axes. Deterministic in `seed`.
+    Coordinates are in units of the features, or of the largest of them where float32 would be too small for those.
+    Raises ValueError if the widths differ.
+    """
+    import pyarrow as pa
+
+    if X.ndim != 2 or Y.ndim != 2 or X.shape[1] != Y.shape[1]:
+        raise ValueError(f"pool features {X.shape} and target features {Y.shape} must be N×d and M×d with one d")
+    rng = np.random.default_rng(derive(seed, "report map"))
+
+    def sample(rows: np.ndarray, count: int) -> np.ndarray:
+        return rows if len(rows) <= count else np.sort(rng.choice(rows, count, replace=False))
+
+    fits = [_float64(X, sample(np.arange(len(X)), _FITTED)), _float64(Y, sample(np.arange(len(Y)), _FITTED))]
+    chosen = np.asarray(selected)
+    chosen = np.flatnonzero(chosen) if chosen.dtype == bool else np.unique(chosen.astype(np.int64))
+    target = sample(np.arange(len(Y)), max_points // 4)
+    shown = sample(chosen, max_points // 4)
+    others = sample(np.setdiff1d(np.arange(len(X)), chosen), max_points - len(target) - len(shown))
+    parts = [_float64(X, others), _float64(X, shown), _float64(Y, target)]
+    if (largest := max(float(np.abs(rows).max(initial=0.0)) for rows in (*fits, *parts))) > _LARGEST:
+        fits, parts = [rows / largest for rows in fits], [rows / largest for rows in parts]
+    sides = [side for side in fits if len(side)]
+    if not sides:
+        raise ValueError("nothing to project: pool and target are empty")
+    center = np.mean([side.mean(axis=0) for side in sides], axis=0)
+    covariance = np.mean([(side - center).T @ (side - center) / len(side) for side in sides], axis=0)
+    values, vectors = np.linalg.eigh(covariance)
+    axes = vectors[:, ::-1][:, :2]
+    # An eigenvector's sign is arbitrary: the largest component shall be positive.
+    axes = axes * np.where(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])] < 0, -1.0, 1.0)
+    explained = np.maximum(values[::-1][:2], 0) / max(values.clip(min=0).sum(), np.finfo(float).tiny)
+    if axes.shape[1] == 1:  # d = 1: a line
+        axes, explained = np.hstack([axes, np.zeros_like(axes)]), np.append(explained, 0.0)
+
+    xy = np.concatenate([(rows - center) @ axes for rows in parts]).astype(np.float32)
+    kinds = [kind for rows, kind in zip(parts, ("pool", "selection", "target"), strict=True) for _ in rows]
+    table = pa.table({"x": xy[:, 0], "y": xy[:, 1], "kind": kinds})
+    return table.replace_schema_metadata({"flatshift.explained": json.dumps([round(float(e), 6) for e in explained])})
+
+
+def _float64(source: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return np.asarray(source[rows], dtype=np.float64)
 
 
 def _write_judged_domains(directory: Path, ids: set[str]) -> None:

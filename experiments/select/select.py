@@ -9,11 +9,12 @@ import resource
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,6 @@ from flatshift.experiments.recipe.schema import Recipe, Select
 from flatshift.experiments.run.console import Console, Draw
 from flatshift.experiments.run.resumable_directory import unfinished
 from flatshift.experiments.select.blank_rows import drops_blanks, without_blank, without_unknown
-from flatshift.experiments.select.copies import without_copies
 from flatshift.experiments.select.embedding import Vectors, check_unread, check_vectors, naming_rows, tokenizer_of
 from flatshift.experiments.select.hygiene import clean_rows
 from flatshift.experiments.select.kept import KeptScores
@@ -51,10 +51,14 @@ from flatshift.finetune.run_directory import disk_full_interrupts, write_provena
 from flatshift.finetune.seeds import derive
 from flatshift.selection import Pool, build_selector
 from flatshift.selection.config import Auto, GotD, needs
+from flatshift.selection.hygiene.duplicates import normalise
 from flatshift.selection.methods.base import Progress, Selector
+from flatshift.selection.methods.domains import DomainsSelector
 
 _LONG_S = 10.0
 """Fits that took longer are kept until the selection is whole."""
+_TAKEN = 4096
+"""Records read at a time in search of another text."""
 
 
 Fit = Callable[[Selector, Pool, Pool, Progress], Any]
@@ -132,7 +136,7 @@ def select_into(
     selector = _fitted(recipe, sides, vectors, console, state, fit)
     chosen = np.asarray(selector.select(spec.budget))
     if getattr(spec.method, "repeats", 1) == 1:
-        chosen, copies = without_copies(selector, sides, chosen)
+        chosen, copies = _without_copies(selector, sides, chosen)
         if copies.passed:
             console.say(f"{copies.passed:,} records say the same as one before them, and the next are chosen for them")
         if copies.left:
@@ -411,3 +415,53 @@ def _check_budget(spec: Select, count: int) -> None:
             f"select.budget: {spec.budget} is above the pool's {count} records; "
             f"ask for at most {count} or add pool files"
         )
+
+
+# ---------------------------------------------------------------------------------------------------------- copies
+
+
+class _Copies(NamedTuple):
+    """Records that gave way, and those that could not, for want of another text."""
+
+    passed: int = 0
+    left: int = 0
+
+
+def _without_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray) -> tuple[np.ndarray, _Copies]:
+    """`chosen` rows of the pool with those that repeat the text of one before them (but for case, blanks and Unicode
+    form) replaced by the next in rank, of their own domain where the budget is shared out among domains.
+
+    Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text.
+    """
+    rows = sides.pool.rows
+    shared = sides.domains[0] if isinstance(selector, DomainsSelector) else None
+
+    def domain(row: int) -> str | None:
+        return None if shared is None else shared[row]
+
+    seen: set[str] = set()
+    kept: list[int] = []
+    again: list[int] = []
+    for row, written in zip(chosen.tolist(), rows.take(chosen).texts, strict=True):
+        text = normalise(written)
+        (again if text in seen else kept).append(row)
+        seen.add(text)
+    if not again:
+        return chosen, _Copies()
+    wanted = Counter(map(domain, again))
+    order = selector.select(len(selector.scores_))[len(chosen) :]
+    for low in range(0, len(order), _TAKEN):
+        if not wanted.total():
+            break
+        block = order[low : low + _TAKEN]
+        for row, written in zip(block.tolist(), rows.take(block).texts, strict=True):
+            if wanted[domain(row)] and (text := normalise(written)) not in seen:
+                seen.add(text)
+                kept.append(row)
+                wanted[domain(row)] -= 1
+    left = []
+    for row in again:
+        if wanted[domain(row)]:
+            left.append(row)
+            wanted[domain(row)] -= 1
+    return np.array([*kept, *left], dtype=chosen.dtype), _Copies(len(again) - len(left), len(left))

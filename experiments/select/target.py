@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from flatshift.experiments.data.holdout import RowKeys, set_apart
-from flatshift.experiments.data.splits import read_splits
+from flatshift.experiments.data.holdout import SPLITS, RowKeys, cut_documents, set_apart
+from flatshift.experiments.data.splits import cut_line, read_splits
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.select.pool import Records, read_records
@@ -43,16 +43,22 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
         keys = RowKeys()
         for row in found.rows:
             keys.add(row, spec.columns)
-        try:
-            kept, _ = set_apart(keys, data.holdout)
-        except UserError:  # nor would a run train on so few
-            kept = np.arange(len(keys))
-        apart = [found.rows[i] for i in np.setdiff1d(np.arange(len(keys)), kept).tolist()]
-        found = replace(found, rows=[found.rows[i] for i in kept.tolist()])
-        console.say(
-            f"target: {len(apart):,} of its {found.total:,} rows are set apart, for a run on them to judge by "
-            f"(data.holdout {data.holdout:g})"
-        )
+        cut = cut_documents(found.rows, data.holdout, SPLITS[1:]) if recipe.task.documents else None
+        if cut is not None:
+            apart = [row for split in SPLITS[1:] for row in cut[split]]
+            found = replace(found, rows=cut["train"])
+            console.say(f"target: {cut_line(cut, data.holdout)}")
+        else:
+            try:
+                kept, _ = set_apart(keys, data.holdout)
+            except UserError:  # nor would a run train on so few
+                kept = np.arange(len(keys))
+            apart = [found.rows[i] for i in np.setdiff1d(np.arange(len(keys)), kept).tolist()]
+            found = replace(found, rows=[found.rows[i] for i in kept.tolist()])
+            console.say(
+                f"target: {len(apart):,} of its {found.total:,} rows are set apart, for a run on them to judge by "
+                f"(data.holdout {data.holdout:g})"
+            )
     limited = limit_rows(found.rows, spec.target.limit, seed=derive(recipe.train.seed, "limit", "target"))
     return replace(found, rows=limited), apart
 

@@ -31,7 +31,6 @@ from flatshift.finetune.errors import Interrupted, is_out_of_memory, user_path
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
 if TYPE_CHECKING:
-    from flatshift.experiments.data.splits import Prepared
     from flatshift.experiments.recipe.schema import Recipe
     from flatshift.experiments.workflows.context import FineTuneProbe
 
@@ -74,11 +73,7 @@ class Result:
     metrics: dict[str, Any] = field(default_factory=dict)
     """Its eval.json: {split: {metric: {"value", …}}}; empty unless done."""
     seconds: float = 0.0
-    """Wall time; of a stack, this cell's share."""
-    stacked: int | None = None
-    """Cells that trained in one stack with it, itself counted; None: alone."""
-    alone: str | None = None
-    """Why it trained alone, where that showed only when its stack began."""
+    """Wall time."""
     figures: dict[str, Any] | None = None
     """What its probe found; None without one."""
     checks: dict[str, str] = field(default_factory=dict)
@@ -151,10 +146,10 @@ def without_cache(recipe: Recipe) -> Recipe:
     return dataclasses.replace(recipe, data=dataclasses.replace(data, cache=None))
 
 
-def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | None = None) -> bool:
+def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
     """Train and judge one cell in `directory` and write its result.json last; a failure is a result with its reason.
 
-    threads: of this process, where the recipe does not say. alone: see `Result`.
+    threads: of this process, where the recipe does not say.
     Returns whether this process is fit for another cell: not after an error that nobody foresaw (a device that failed
     goes on failing). Raises Interrupted for a full disk or a signal, and leaves no result then.
     """
@@ -165,22 +160,14 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
         if directory.exists():
             shutil.rmtree(directory)
         result, fit = result_of(lambda: train_cell(directory, cell, recipe), directory)
-        finish_cell(directory, cell, dataclasses.replace(result, alone=alone))
+        finish_cell(directory, cell, result)
     return fit
 
 
-def train_cell(
-    directory: Path,
-    cell: Cell,
-    recipe: Recipe,
-    *,
-    prepared: Callable[[Recipe], Prepared] | None = None,
-    **hooks: Any,
-) -> Result:
+def train_cell(directory: Path, cell: Cell, recipe: Recipe) -> Result:
     """Train and judge a cell as `flatshift train` does, but for its report; its weights go when it is judged.
 
-    recipe: the cell's own, for this process. prepared: stands in for `flatshift.experiments.data.splits.prepare`;
-    hooks: further fields of `RunContext`, where cells share rows and backbone (`flatshift.experiments.studies.stack`).
+    recipe: the cell's own, for this process.
     Raises Diverged, also for a trained adapter whose loss on judged rows is not a finite number.
     """
     from flatshift.experiments.data.splits import prepare
@@ -190,11 +177,11 @@ def train_cell(
     from flatshift.experiments.workflows.train import execute
 
     check_cell(recipe)
-    rows = (prepared or prepare)(recipe)
+    rows = prepare(recipe)
     check_target(recipe, rows.skipped)
     probe = cell.probe() if cell.probe is not None else None
     run = RunDirectory.create(directory, recipe_yaml=cell.resolved.to_yaml())
-    with run_context(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe, **hooks) as context:
+    with run_context(recipe, run, Console(quiet=True, log=run.log), cell=True, probe=probe) as context:
         metrics = execute(context, rows)
     remove_weights(directory)
     _refuse_broken(metrics)

@@ -51,20 +51,6 @@ def on_cuda(places: DevicePlacement, cells: Sequence[Cell]) -> bool:
     return any(device != "cpu" and at_hand(device).kind == "cuda" for device in wanted)
 
 
-def memory_of(places: DevicePlacement, wanted: str) -> int | None:
-    """Bytes that the cells of one worker may take together, three quarters of its share; None: unknown.
-
-    wanted: the recipes' train.device, where the places do not say.
-    """
-    from flatshift.finetune.planner.devices import at_hand
-
-    found = at_hand(places.device(0) or wanted)
-    share = found.each(places.jobs)
-    if share is not None and found.kind == "cuda":
-        share //= -(-places.jobs // max(1, len(places.devices)))
-    return share and share * 3 // 4
-
-
 def _cuda_devices() -> int:
     from flatshift.finetune.planner.devices import at_hand
 

@@ -2,7 +2,7 @@
 
 progress = Progress(cells, results, console, label="sweep", workers=4)
 with progress.shown():
-    progress.began(cells[:1]); progress.ended(cells[0], result)
+    progress.began(cells[0]); progress.ended(cells[0], result)
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class CostModel:
 class CellProgress:
     """Counts cells by point and state, and says what is left.
 
-    cells: the plan. results: of its cells that were finished before. workers: cells or stacks at the same time.
+    cells: the plan. results: of its cells that were finished before. workers: cells at the same time.
     """
 
     def __init__(
@@ -125,22 +125,20 @@ class CellProgress:
         """Cells of the plan."""
         return len(self._point)
 
-    def began(self, cells: Iterable[Cell]) -> None:
-        """A worker took these cells."""
-        for cell in cells:
-            self._running[cell.key] = cell
-            self._counts[self._point[cell.key]][2] += 1
+    def began(self, cell: Cell) -> None:
+        """A worker took this cell."""
+        self._running[cell.key] = cell
+        self._counts[self._point[cell.key]][2] += 1
         self.tick()
 
-    def returned(self, cells: Iterable[Cell]) -> None:
-        """A worker is no longer at these cells, whatever came of them."""
-        for cell in cells:
-            if self._running.pop(cell.key, None) is not None:
-                self._counts[self._point[cell.key]][2] -= 1
+    def returned(self, cell: Cell) -> None:
+        """A worker is no longer at this cell, whatever came of it."""
+        if self._running.pop(cell.key, None) is not None:
+            self._counts[self._point[cell.key]][2] -= 1
 
     def ended(self, cell: Cell, result: Mapping[str, Any]) -> None:
         """A cell has its result."""
-        self.returned([cell])
+        self.returned(cell)
         self._count(cell, result)
         if result["status"] != "done":
             self.console.say(f"{result['status']} {cell.key} ({cell.label}): {result['reason']}")

@@ -1,7 +1,7 @@
-"""The work queue of a study: units of cells go to worker processes, and come back when their worker dies.
+"""The work queue of a study: cells go to worker processes, and come back when their worker dies.
 
-A worker that is killed (or runs out of memory) costs its unit one try: a stack is cut in half, a single cell is tried
-once more; a cell that ends its worker twice becomes a failed result. The study goes on with a new worker.
+A cell whose worker is killed (or runs out of memory) is tried once more; one that ends its worker twice becomes a
+failed result. The study goes on with a new worker.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, Literal
 
 from flatshift.experiments.results.cells import RESULT, read_result, source_digest
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies.cell import Cell, Result, drop_result, finish_cell, result_of, run_cell
-from flatshift.experiments.studies.devices import DevicePlacement, memory_of, on_cuda, place
+from flatshift.experiments.studies.cell import Cell, Result, drop_result, finish_cell, run_cell
+from flatshift.experiments.studies.devices import DevicePlacement, on_cuda, place
 from flatshift.experiments.studies.directory import await_orphans, results_of, study_lock
 from flatshift.experiments.studies.leases import Leases
 from flatshift.experiments.studies.progress import CellProgress
@@ -36,42 +36,23 @@ from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.launch.spawn import THREADS
 from flatshift.finetune.run_directory import RunDirectory, disk_full_interrupts
 
-Unit = tuple[Cell, ...]
-"""Cells that one worker trains at a time: one, or a stack on a shared backbone."""
-
-RunUnit = Callable[[Path, Unit, int | None], bool]
-"""(study directory, cells, threads) → whether the process is fit for another unit."""
+RunCell = Callable[[Path, Cell, int | None], bool]
+"""(study directory, cell, threads) → whether the process is fit for another cell."""
 
 _DEATHS = 2
-"""Workers that a cell may end, alone, before it is taken to be the cause."""
+"""Workers that a cell may end before it is taken to be the cause."""
 _LOOK_S = 1.0
 """Between two looks at cells that other hosts are at."""
 _STILLBORN = 3
 """Workers in a row that may end before they are ready, before the study gives up."""
 
 
-def run_unit(out: Path, unit: Unit, threads: int | None) -> bool:
-    """Train and judge the cells of a unit; returns whether this process is fit for another one.
-
-    A stack that fails as a whole (out of memory) leaves those of its cells without a result that had none.
-    """
-    directories = [out / "cells" / cell.key for cell in unit]
+def run_logged(out: Path, cell: Cell, threads: int | None) -> bool:
+    """`run_cell` in its directory of the study `out`, with a line in the study's log before and after."""
     log = RunDirectory(out).log
-    for cell in unit:
-        log(f"start {cell.key} ({cell.label}) in process {os.getpid()}")
-    if len(unit) == 1:
-        fit = run_cell(directories[0], unit[0], threads)
-    else:
-        from flatshift.experiments.studies.stack import run_stack
-
-        def measure() -> Result:
-            run_stack(directories, unit, threads)
-            return Result("done")
-
-        result, fit = result_of(measure, out)
-        if result.status != "done":
-            log(f"a stack of {len(unit)} cells failed: {result.reason}")
-    log("\n".join(f"end {cell.key}" for cell in unit))
+    log(f"start {cell.key} ({cell.label}) in process {os.getpid()}")
+    fit = run_cell(out / "cells" / cell.key, cell, threads)
+    log(f"end {cell.key}")
     return fit
 
 
@@ -82,9 +63,8 @@ def run_cells(
     console: Console,
     *,
     label: str = "sweep",
-    stack: int | None = 1,
     rerun: Collection[str] = (),
-    run: RunUnit = run_unit,
+    run: RunCell = run_logged,
     on_result: Callable[[Path], None] = lambda path: None,
     leases: Leases | None = None,
 ) -> None:
@@ -92,9 +72,8 @@ def run_cells(
 
     A single one is this process, unless it computes on a CUDA device: one that failed goes on failing in its process.
 
-    stack: cells trained together on one backbone at most; None: as many as memory allows. rerun: keys of finished
-    cells that run anew. run: how a unit is run. on_result: told the file of each result that was written. leases:
-    where other hosts work on the same cells; returns when all have a result, whoever made it.
+    rerun: keys of finished cells that run anew. run: how a cell is run. on_result: told the file of each result that
+    was written. leases: where other hosts work on the same cells; returns when all have a result, whoever made it.
     Raises Interrupted when stopped or when the disk is full; what was finished stays.
     """
     if leases is None:
@@ -108,9 +87,8 @@ def run_cells(
     if not todo:
         return
     here = places.jobs == 1 and not on_cuda(places, todo)
-    units = units_of(todo, places, stack=stack, say=console.say)
-    progress = CellProgress(list(unique.values()), results, console, label=label, workers=min(places.jobs, len(units)))
-    queue = _Queue(out, deque(units), places, progress, run, on_result, rerun, leases)
+    progress = CellProgress(list(unique.values()), results, console, label=label, workers=min(places.jobs, len(todo)))
+    queue = _Queue(out, deque(todo), places, progress, run, on_result, rerun, leases)
     try:
         with progress.shown():
             queue.work_here() if here else queue.work()
@@ -125,43 +103,24 @@ class Stopped(Exception):
     """A signal asked a cell to stop."""
 
 
-def units_of(
-    cells: Sequence[Cell], places: DevicePlacement, *, stack: int | None, say: Callable[[str], None] = lambda line: None
-) -> list[Unit]:
-    """Cells in the pieces that workers take; of few cells, stacks so narrow that every worker gets one.
-
-    say: told how many cells cannot share a backbone, and why.
-    """
-    if stack == 1:
-        return [(cell,) for cell in cells]
-    from flatshift.experiments.studies.stack import WIDTH, stacks
-
-    width = min(stack or WIDTH, -(-len(cells) // places.jobs))
-    memory = memory_of(places, cells[0].resolved.recipe.train.device)
-    found = stacks(cells, width=width, memory=memory)
-    for reason, count in Counter(one.reason for one in found if one.reason is not None).items():
-        say(f"{count} cell{'s' * (count > 1)} run{'s' * (count == 1)} alone: {reason}")
-    return [one.cells for one in found]
-
-
 @dataclass
 class _Worker:
     number: int
     process: SpawnProcess
     connection: Connection
     ready: bool = False
-    unit: Unit = ()
+    cell: Cell | None = None
 
 
 @dataclass
 class _Queue:
-    """Units that wait, and workers at theirs."""
+    """Cells that wait, and workers at theirs."""
 
     out: Path
-    waiting: deque[Unit]
+    waiting: deque[Cell]
     places: DevicePlacement
     progress: CellProgress
-    run: RunUnit
+    run: RunCell
     on_result: Callable[[Path], None]
     rerun: Collection[str] = ()
     leases: Leases | None = None
@@ -169,33 +128,33 @@ class _Queue:
     deaths: Counter[str] = field(default_factory=Counter)
     stillborn: int = 0
     said: set[str] = field(default_factory=set)
-    """Why stacks fell apart, and what is to be known of the rows, as far as that was said."""
+    """Kinds of findings in the rows that were shown; other cells have the same rows."""
 
     def work_here(self) -> None:
-        """Run every unit in this process, one after another."""
+        """Run every cell in this process, one after another."""
         while self.waiting:
-            unit = self._next(self.places.device(0))
-            if not unit:
+            cell = self._next(self.places.device(0))
+            if cell is None:
                 self.progress.tick()
                 time.sleep(_LOOK_S)
                 continue
             try:
-                self.run(self.out, unit, self.places.given)
+                self.run(self.out, cell, self.places.given)
             except Interrupted as error:
                 if was_signal(error):
-                    self._ended(unit)
+                    self._ended(cell)
                     raise Stopped from error
                 raise
             _spare_garbage()
-            self._settle(unit)
+            self._settle(cell)
 
     def work(self) -> None:
-        """Run every unit in worker processes."""
+        """Run every cell in worker processes."""
         try:
-            while self.waiting or any(worker.unit for worker in self.workers.values()):
+            while self.waiting or any(worker.cell for worker in self.workers.values()):
                 self._staff()
                 for worker in self.workers.values():
-                    if worker.ready and not worker.unit:  # idle, and another's unit may have come back
+                    if worker.ready and worker.cell is None:  # idle, and another's cell may have come back
                         self._hand_out(worker)
                 ready = wait([worker.connection for worker in self.workers.values()], timeout=1.0)
                 for worker in [w for w in self.workers.values() if w.connection in ready]:
@@ -211,11 +170,12 @@ class _Queue:
                 worker.process.kill()
                 worker.process.join()
                 worker.connection.close()
-                self._clear(worker.unit)
+                if worker.cell is not None:
+                    self._clear(worker.cell)
 
     def _staff(self) -> None:
         """As many workers as there is work for."""
-        busy = sum(1 for worker in self.workers.values() if worker.unit)
+        busy = sum(1 for worker in self.workers.values() if worker.cell is not None)
         wanted = min(self.places.jobs, busy + len(self.waiting))
         for number in range(self.places.jobs):
             if len(self.workers) >= wanted:
@@ -239,49 +199,51 @@ class _Queue:
             answer = None
         if answer is None or not answer.fit:
             self._dismiss(worker)
-        unit, worker.unit = worker.unit, ()
+        cell, worker.cell = worker.cell, None
         if answer is None:
-            self._died(worker, unit)
+            self._died(worker, cell)
             return
         if answer.kind == "disk full":
             raise Interrupted(answer.text)
         if not worker.ready:
             worker.ready, self.stillborn = True, 0
-        elif answer.kind == "stopped":
-            rest = self._ended(unit)
-            self.waiting += [rest] if rest else []
-        else:
-            self._settle(unit)
+        elif cell is not None:
+            if answer.kind != "stopped":
+                self._settle(cell)
+            elif not self._ended(cell):
+                self.waiting.append(cell)
         if answer.fit:
             self._hand_out(worker)
 
     def _hand_out(self, worker: _Worker) -> None:
-        if self.waiting and (unit := self._next(self.places.device(worker.number))):
-            worker.unit = unit
+        if self.waiting and (cell := self._next(self.places.device(worker.number))) is not None:
+            worker.cell = cell
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: its pipe says so next
-                worker.connection.send(worker.unit)
+                worker.connection.send(cell)
 
-    def _next(self, device: str | None) -> Unit:
-        """The next unit, for `device`; what other code left in its place goes. (): others are at all that waits."""
-        unit = tuple(place(cell, device) for cell in self._claimed())
-        for cell in unit:
-            if cell.key in self.rerun:
-                drop_result(self.out / "cells" / cell.key)
-        self.progress.began(unit)
-        return unit
+    def _next(self, device: str | None) -> Cell | None:
+        """The next cell, for `device`; what other code left in its place goes. None: others are at all that waits."""
+        cell = self._claimed()
+        if cell is None:
+            return None
+        if cell.key in self.rerun:
+            drop_result(self.out / "cells" / cell.key)
+        self.progress.began(cell)
+        return place(cell, device)
 
-    def _claimed(self) -> Unit:
-        """The next unit, of which no other host works on a cell."""
+    def _claimed(self) -> Cell | None:
+        """The next cell that no other host works on."""
         if self.leases is None:
             return self.waiting.popleft()
         for _ in range(len(self.waiting)):
-            unit = self.waiting.popleft()
-            mine = tuple(cell for cell in unit if self.leases.take(cell.key))
-            self.waiting.extend((cell,) for cell in unit if cell not in mine)
-            self._clear(mine)  # what a dead host left
-            if rest := self._ended(mine):  # asked now that nobody else can make one
-                return rest
-        return ()
+            cell = self.waiting.popleft()
+            if not self.leases.take(cell.key):
+                self.waiting.append(cell)
+                continue
+            self._clear(cell)  # what a dead host left
+            if not self._ended(cell):  # asked now that nobody else can make one
+                return cell
+        return None
 
     def _dismiss(self, worker: _Worker) -> None:
         del self.workers[worker.number]
@@ -290,62 +252,46 @@ class _Queue:
         worker.process.join()
         worker.connection.close()
 
-    def _died(self, worker: _Worker, unit: Unit) -> None:
-        """A worker is gone: settle what it finished and take back the rest."""
+    def _died(self, worker: _Worker, cell: Cell | None) -> None:
+        """A worker is gone: count its cell's result, or take the cell back."""
         how = _ending(worker.process.exitcode)
         if not worker.ready:
             self.stillborn += 1
             if self.stillborn >= _STILLBORN:
                 raise Interrupted(f"{_STILLBORN} workers in a row {how} before they had begun; see what stands above")
             return
-        self._log(f"a worker (process {worker.process.pid}) {how}; {len(unit)} cells were with it")
-        self._clear(unit)
-        self._settle(unit, how)
+        self._log(f"a worker (process {worker.process.pid}) {how}" + (f" at cell {cell.key}" if cell else ""))
+        if cell is not None:
+            self._clear(cell)
+            self._settle(cell, how)
 
-    def _clear(self, unit: Unit) -> None:
-        """Remove what a worker that is dead was writing of `unit`; other workers are writing theirs."""
-        for cell in unit:
-            for leftover in (self.out / "cells").glob(f".{cell.key}.*.tmp"):
-                shutil.rmtree(leftover, ignore_errors=True)
-            sweep_leftovers(self.out / "cells" / cell.key)
+    def _clear(self, cell: Cell) -> None:
+        """Remove what a worker that is dead was writing of `cell`; other workers are writing theirs."""
+        for leftover in (self.out / "cells").glob(f".{cell.key}.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        sweep_leftovers(self.out / "cells" / cell.key)
 
-    def _ended(self, unit: Unit) -> Unit:
-        """Count the results of a unit that its worker has left; the cells without one."""
-        rest = []
-        alone: Counter[str] = Counter()
-        for cell in unit:
-            result = read_result(self.out / "cells" / cell.key)
-            if result is None:
-                rest.append(cell)
-                continue
-            self._ended_one(cell, result)
-            if self.leases is not None:
-                self.leases.release(cell.key)
-            if result.get("alone") is not None:
-                alone[result["alone"]] += 1
-        for reason, count in alone.items():
-            if reason not in self.said:  # other stacks of the study have the same to say
-                self.said.add(reason)
-                self._log(f"{count} cells of a stack ran alone: {reason}")
-        self.progress.returned(rest)
-        return tuple(rest)
+    def _ended(self, cell: Cell) -> bool:
+        """Count the result of a cell that its worker has left; False if there is none."""
+        result = read_result(self.out / "cells" / cell.key)
+        if result is None:
+            self.progress.returned(cell)
+            return False
+        self._count(cell, result)
+        if self.leases is not None:
+            self.leases.release(cell.key)
+        return True
 
-    def _settle(self, unit: Unit, how: str | None = None) -> None:
-        """Count the results of a unit; cells without one go back to the queue, or fail if they end every worker.
+    def _settle(self, cell: Cell, how: str | None = None) -> None:
+        """Count the result of a cell; one without goes back to the queue, or fails if it ends every worker.
 
-        how: what happened to the worker; None: it is well, and a stack failed as a whole.
+        how: what happened to the worker; None: it is well.
         """
-        rest = self._ended(unit)
-        if not rest:
+        if self._ended(cell):
             return
-        if len(rest) > 1 or len(unit) > 1:
-            middle = (len(rest) + 1) // 2
-            self.waiting.extend(part for part in (rest[:middle], rest[middle:]) if part)
-            return
-        (cell,) = rest
         self.deaths[cell.key] += 1
         if self.deaths[cell.key] < _DEATHS:
-            self.waiting.append(unit)
+            self.waiting.append(cell)
             return
         reason = f"its worker {how or 'left no result'}, {_DEATHS} times; perhaps it needs more memory than there is"
         directory = self.out / "cells" / cell.key
@@ -353,9 +299,9 @@ class _Queue:
             finish_cell(directory, cell, Result("failed", reason))
         result = read_result(directory)
         assert result is not None
-        self._ended_one(cell, result)
+        self._count(cell, result)
 
-    def _ended_one(self, cell: Cell, result: dict[str, Any]) -> None:
+    def _count(self, cell: Cell, result: dict[str, Any]) -> None:
         self.progress.ended(cell, result)
         for kind, text in (result.get("checks") or {}).items():
             if kind not in self.said:  # other cells have the same rows
@@ -380,13 +326,13 @@ def _ending(code: int | None) -> str:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """What became of a unit."""
+    """What became of a cell."""
 
     kind: Literal["done", "stopped", "disk full"]
     """stopped: a signal came. disk full: nothing more can be written; the study must end."""
     text: str = ""
     fit: bool = True
-    """Whether this process can take another unit."""
+    """Whether this process can take another cell."""
 
 
 READY = WorkerReply("done")
@@ -408,8 +354,8 @@ def start_worker(parent: int, threads: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connection) -> None:
-    """The life of a worker: says that it is ready, then answers each unit, until told None or left alone."""
+def serve(parent: int, threads: int, out: Path, run: RunCell, connection: Connection) -> None:
+    """The life of a worker: says that it is ready, then answers each cell, until told None or left alone."""
     start_worker(parent, threads)
     source_digest()  # now: what is edited while the worker lives is not what it runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
@@ -418,8 +364,8 @@ def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connec
             return
         connection.send(READY)
         try:
-            while (unit := connection.recv()) is not None:
-                answer = _answer(out, unit, threads, run)
+            while (cell := connection.recv()) is not None:
+                answer = _answer(out, cell, threads, run)
                 _spare_garbage()
                 connection.send(answer)
                 if not answer.fit:
@@ -430,14 +376,14 @@ def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connec
 
 @functools.cache
 def _spare_garbage() -> None:
-    """Once, after the first unit: what it imported stays, and is spared every later search for garbage (0.3 s each)."""
+    """Once, after the first cell: what it imported stays, and is spared every later search for garbage (0.3 s each)."""
     gc.collect()
     gc.freeze()
 
 
-def _answer(out: Path, unit: Unit, threads: int, run: RunUnit) -> WorkerReply:
+def _answer(out: Path, cell: Cell, threads: int, run: RunCell) -> WorkerReply:
     try:
-        return WorkerReply("done", fit=run(out, unit, threads))
+        return WorkerReply("done", fit=run(out, cell, threads))
     except Interrupted as error:
         return WorkerReply("stopped" if was_signal(error) else "disk full", str(error), fit=False)
 

@@ -21,7 +21,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell
 from flatshift.experiments.studies.devices import DevicePlacement
 from flatshift.experiments.studies.directory import WORKERS, note_finished
-from flatshift.experiments.studies.queue import RunUnit, run_cells, run_unit
+from flatshift.experiments.studies.queue import RunCell, run_cells, run_logged
 from flatshift.finetune.atomic import is_bare, make_directory, sweep_leftovers, write_json, write_text
 from flatshift.finetune.digests import DONE
 from flatshift.finetune.errors import Interrupted, UserError, is_remote
@@ -164,7 +164,7 @@ def run_study_cells(
 class CellBatches:
     """The cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
 
-    run: how a unit is run. on_cell: told the file of each result that was written.
+    run: how a cell is run. on_cell: told the file of each result that was written.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class CellBatches:
         jobs: int,
         console: Console,
         label: str,
-        run: RunUnit = run_unit,
+        run: RunCell = run_logged,
         on_cell: Callable[[Path], None] = lambda path: None,
     ) -> None:
         self.out, self.jobs, self.console, self.label = out, jobs, console, label

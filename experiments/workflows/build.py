@@ -101,18 +101,34 @@ def evaluate_split(
     inference = EvalBatching.of(
         tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
     )
+    return evaluate_watched(
+        watch,
+        split,
+        engine.judged,
+        tokenizer,
+        examples,
+        task=task,
+        config=recipe.eval,
+        inference=inference,
+        label_names=label_names,
+        seed=derive(recipe.train.seed, "bootstrap", split),
+        said=said,
+    )
+
+
+def evaluate_watched(
+    watch: Watch,
+    split: str,
+    model: Any,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    inference: EvalBatching,
+    **how: Any,
+) -> dict[str, Any]:
+    """`flatshift.finetune.evaluate.evaluator.evaluate`, whose progress `watch` follows under the name of the split."""
     with watch(f"evaluating {split}", len(examples)) as beat:
-        return evaluate(
-            engine.judged,
-            tokenizer,
-            examples,
-            task=task,
-            config=recipe.eval,
-            inference=dataclasses.replace(inference, beat=beat),
-            label_names=label_names,
-            seed=derive(recipe.train.seed, "bootstrap", split),
-            said=said,
-        )
+        return evaluate(model, tokenizer, examples, inference=dataclasses.replace(inference, beat=beat), **how)
 
 
 def judge_splits(

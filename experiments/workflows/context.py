@@ -13,7 +13,6 @@ import torch
 from flatshift.experiments.data.splits import Prepared
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console, Draw, graceful_stop
-from flatshift.experiments.workflows.build import Laid, load_model
 from flatshift.finetune.compute.cuda_status import resolve_device
 from flatshift.finetune.compute.matmul_rate import peak_rate
 from flatshift.finetune.compute.numerics import cpu_threads
@@ -22,9 +21,6 @@ from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.train.trackers import Trackers, open_trackers
-
-LayOut = Callable[..., Laid]
-"""`flatshift.experiments.workflows.build.load_model`, or what stands in for it."""
 
 
 class FineTuneProbe(Protocol):
@@ -59,8 +55,6 @@ class RunContext:
     of its own."""
     draw: Draw | None = None
     probe: FineTuneProbe | None = None
-    load_model: LayOut = load_model
-    """Gives the model of a stage."""
 
     def watch(self, label: str, rows: int) -> AbstractContextManager[Callable[[int], None]]:
         """Follow an evaluation on the console; it ends at the first batch after a signal to stop, on all ranks."""

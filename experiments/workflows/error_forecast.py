@@ -398,10 +398,13 @@ def summary(recipe: Recipe, axes: Axes, rows: Sequence[dict[str, Any]]) -> dict[
     if crossed is None and len(axes.ranks) > 1:
         mean = fitted.mean(0)
         fits = bool((mean <= 0.1).all())
-        side = f"below {axes.ranks[0]}" if fits else f"above {math.ceil(axes.ranks[-1] / max(1 - mean[-1], 0.05))}"
+        low, high = axes.ranks[0], axes.ranks[-1]
+        would = f"ranks above {math.ceil(high / max(1 - mean[-1], 0.05))} would"
+        if fits:
+            would = f"ranks below {low} would" if low > 1 else "with more rows or more data.label_noise it lies higher"
         said = (
-            f"the ranks {axes.ranks[0]} to {axes.ranks[-1]} never cross the threshold, all of them "
-            f"{'fit' if fits else 'leave'} the labels{'' if fits else ' unfitted'}; ranks {side} would"
+            f"the ranks {low} to {high} never cross the threshold, all of them {'fit' if fits else 'leave'} the labels"
+            f"{'' if fits else ' unfitted'}; {would}"
         )
     return {
         "metric": metric,

@@ -28,6 +28,7 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.workflows.build import (
     TEXTS_KEPT,
     evaluate_split,
+    evaluate_watched,
     format_metrics,
     judge_splits,
     load_model,
@@ -91,7 +92,8 @@ def judge_side_by_side(
     window, overlap: tokens read at once, and how many of them are context; of tasks over whole documents.
     few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
     sampling: write several texts after each row as a prompt, and ask those.
-    overrides: as a recipe's, for bare backbones that no run is beside; of runs only `train.device`.
+    overrides: as a recipe's, for bare backbones that no run is beside; of runs only `train.device`,
+        and how the rows of `data` are read (`data.columns`, `data.bad_rows`).
     out: a new directory for evaluation.json, eval.json, predictions.parquet (of written samples: generations.jsonl)
         and, by `page`, report.html; whole or not at all.
     Returns what evaluation.json holds.
@@ -211,7 +213,6 @@ def _judge_one(
     console: Console,
 ) -> None:
     from flatshift.finetune.compute.cuda_status import resolve_device
-    from flatshift.finetune.evaluate.evaluator import evaluate
     from flatshift.finetune.models.backbone import open_backbone
 
     recipe, task = subject.recipe, subject.recipe.task
@@ -264,19 +265,20 @@ def _judge_one(
             examples = made.splits["test"]
             if not examples:
                 raise UserError(f"{subject.name}: no row of {split} is left, the first for {made.skipped[0]}")
-            with console.evaluating(f"evaluating {split}", len(examples)) as beat:
-                intervals[split] = evaluate(
-                    model,
-                    tokenizer,
-                    examples,
-                    task=task,
-                    config=recipe.eval,
-                    inference=dataclasses.replace(inference, beat=beat),
-                    label_names=names,
-                    seed=seed,
-                    figures=into,
-                    said=said,
-                )
+            intervals[split] = evaluate_watched(
+                console.evaluating,
+                split,
+                model,
+                tokenizer,
+                examples,
+                task=task,
+                config=recipe.eval,
+                inference=inference,
+                label_names=names,
+                seed=seed,
+                figures=into,
+                said=said,
+            )
             places = [example.where for example in examples]
             said["text"] = texts_of(examples, tokenizer)
         found.figures[subject.name, split] = into
@@ -364,11 +366,12 @@ def evaluate_run(
 ) -> dict[str, dict[str, Any]]:
     """Evaluate the adapter of a run on its own splits, or on other files as the split `data`.
 
-    overrides: another mesh or device than the run's. On a mesh every rank calls this and gets the same figures.
+    overrides: another mesh or device than the run's, and how the rows of `data` are read. On a mesh every rank calls
+        this and gets the same figures.
     Returns {split: {metric: {value, low, high, n}}}.
     Raises UserError if `path` is no run directory or has no adapter yet, its backbone changed, or the rows do not fit.
     """
-    recipe = adapted_recipe(path, overrides)
+    recipe = adapted_recipe(path, overrides, other_rows=bool(data))
     world = spawn.join(recipe.mesh, recipe.train.device)
     with (
         cpu_threads(recipe.train.threads),

@@ -53,7 +53,7 @@ def subjects_of(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UserError(f"eval: {twice} is named twice; name it once")
-    runs = {name: alone(adapted_recipe(Path(name), overrides)) for name in names if is_run(name)}
+    runs = {name: alone(adapted_recipe(Path(name), overrides, other_rows=has_data)) for name in names if is_run(name)}
     found = []
     for name in names:
         if name in runs:
@@ -85,6 +85,8 @@ def subjects_of(
         for one in given:
             tree = merge(tree, one)
         recipe = alone(build(Recipe, tree))
+        if recipe.task.pack:  # nothing is trained
+            recipe = dataclasses.replace(recipe, task=recipe.task.replace(pack=False))
         recipe = resolve_auto(Resolved(recipe, name, {}), say=console.say).recipe
         if recipe.task.is_sequence_level:
             raise UserError(

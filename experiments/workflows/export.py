@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flatshift.experiments.data.splits import learnt
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
-from flatshift.experiments.workflows.folder_check import compare, expected
+from flatshift.experiments.workflows.folder_check import Folder, compare, expected
 from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
 from flatshift.experiments.workflows.model_card import card, published_name, run_title
 from flatshift.experiments.workflows.run_parts import awaits_evaluation, check_run
@@ -96,7 +96,8 @@ def _export(
             save_generation_settings(recipe, temporary, stops)
         compared = None
         if wanted is not None:
-            compared = compare(wanted, recipe, labels, temporary, ends=list(ends.values()), exact=True, adapter=True)
+            folder = Folder(temporary, exact=True, adapter=True)
+            (compared,) = compare(wanted, recipe, labels, [folder], ends=list(ends.values()))
         text = card(
             path,
             recipe,

@@ -67,10 +67,12 @@ class Gguf:
 
     file: str
     architecture: str
-    family: str
-    """transformers' type of the backbone."""
+    config: dict[str, Any]
+    """Of the model that it was made of: transformers' settings of what reads text."""
     ends: list[int]
     """The tokens that it names as the end of an answer."""
+    package: Path | None = None
+    """Folder of the package `gguf`, where it is not installed."""
 
 
 def alone_in_float32(recipe: Recipe) -> Recipe:
@@ -124,41 +126,66 @@ def expected(
         yield Expected(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
 
 
+@dataclass(frozen=True)
+class Folder:
+    """A folder that leaves."""
+
+    path: Path
+    exact: bool
+    """Its weights are in 32 bits."""
+    adapter: bool = False
+    """It is one for PEFT."""
+    gguf: Gguf | None = None
+    """Its GGUF file, which is compared (`plain_gguf`)."""
+
+
 def compare(
     wanted: Expected,
     recipe: Recipe,
     labels: tuple[str, ...] | None,
-    folder: Path,
+    folders: Sequence[Folder],
     *,
     ends: Sequence[int],
-    exact: bool,
-    adapter: bool = False,
-    gguf: Gguf | None = None,
-) -> dict[str, Any]:
-    """Compare the answers of plain transformers on `folder` with those of the run.
+) -> list[dict[str, Any]]:
+    """Compare the answers of plain transformers on each of `folders`, in one process, with those of the run.
 
-    ends: the trained ones, at which plain `generate` has to stop. exact: the weights are in 32 bits. adapter: `folder`
-    is one for PEFT. gguf: its GGUF file, which transformers is to read.
-    Returns `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
+    ends: the trained ones, at which plain `generate` has to stop.
+    Returns of each `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
     `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers that are the run's),
-    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding) and `stops`; of
-    a GGUF file that transformers cannot read only `unread`, why.
+    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding), `stops` and
+    `stop_texts`; `other_settings` (that llama.cpp has otherwise, in words); of a GGUF file that is not read only
+    `unread`, why.
     Raises UserError where they are further apart than rounding explains, or where it does not stop.
     """
+    asked = [_asked(wanted, recipe, labels, folder, ends) for folder in folders]
+    (wanted.work / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+    packages = [str(folder.gguf.package) for folder in folders if folder.gguf is not None and folder.gguf.package]
+    return [
+        {"unread": found["unread"]}
+        if found["unread"]
+        else _judged(wanted, found, recipe, labels, exact=folder.exact, classes=one["classes"], ends=ends)
+        for folder, one, found in zip(folders, asked, _ask(wanted.work, packages), strict=True)
+    ]
+
+
+def _asked(
+    wanted: Expected, recipe: Recipe, labels: tuple[str, ...] | None, folder: Folder, ends: Sequence[int]
+) -> dict[str, Any]:
+    """What `plain_check` is asked of one folder."""
     task = recipe.task
     backbone = open_backbone(recipe.backbone)
     classes = None
-    if task.has_classes and task.is_sequence_level and not adapter:
+    if task.has_classes and task.is_sequence_level and not folder.adapter:
         classes = "one" if task.one_class else "several"
     kind, options = auto_class(task, num_labels=None, label_names=labels)
-    own = {name: value for name, value in options.items() if name == "num_labels"} if adapter else {}
-    if adapter and task.is_sequence_level:
+    own = {name: value for name, value in options.items() if name == "num_labels"} if folder.adapter else {}
+    if folder.adapter and task.is_sequence_level:
         own |= {"num_labels": len(labels) if labels else 1, "ignore_mismatched_sizes": True}
         own["pad_token_id"] = backbone.tokenizer.pad_token_id
-    asked = {
-        "folder": str(folder.resolve()),
-        "backbone": str(backbone.directory.resolve()) if adapter else None,
-        "gguf": None if gguf is None else dataclasses.asdict(gguf),
+    return {
+        "folder": str(folder.path.resolve()),
+        "backbone": str(backbone.directory.resolve()) if folder.adapter else None,
+        "gguf": None if folder.gguf is None else dataclasses.asdict(dataclasses.replace(folder.gguf, package=None)),
         "auto_class": kind.__name__,
         "options": own,
         "memory": wanted.memory,
@@ -173,16 +200,13 @@ def compare(
             {"ids": one["ids"], "most": one["most"]} for one in wanted.reference if "answer" in one
         ],
     }  # fmt: skip
-    (wanted.work / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
-    found = _ask(wanted.work)
-    if found["unread"]:
-        return {"unread": found["unread"]}
-    return _judged(wanted, found, recipe, labels, exact=exact, classes=classes, ends=ends)
 
 
-def _ask(work: Path) -> dict[str, Any]:
+def _ask(work: Path, packages: Sequence[str]) -> list[dict[str, Any]]:
     command = [sys.executable, "-P", str(Path(__file__).with_name("plain_check.py")), str(work)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    if packages:
+        environment["PYTHONPATH"] = os.pathsep.join([*packages, *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.strip()]
@@ -190,7 +214,8 @@ def _ask(work: Path) -> dict[str, Any]:
         raise UserError(f"plain transformers cannot use what was written: {reason}")
     found = read_object(work / "found.json")
     assert not found["ours"], found["ours"]
-    return found
+    answers: list[dict[str, Any]] = found["folders"]
+    return answers
 
 
 def _judged(
@@ -204,6 +229,11 @@ def _judged(
     ends: Sequence[int],
 ) -> dict[str, Any]:
     difference, largest = found["difference"], found["largest"]
+    if found["other"] and not difference <= FAR[exact] * largest:
+        raise UserError(
+            f"llama.cpp has {found['other'][0]}, so that it answers otherwise than the run; take `flatshift merge`, "
+            "which plain transformers and vLLM read"
+        )
     if not difference <= FAR[exact] * largest:
         raise UserError(
             f"plain transformers' logits of what was written differ from backbone + adapter by {difference:.3g} "
@@ -231,6 +261,7 @@ def _judged(
         other = sum(said != want for said, want in zip(found["names"], _names(wanted, names, classes), strict=True))
         if exact and other and difference <= 1e-4 * largest:
             raise UserError("plain transformers gives rows other classes than the run, or other names of them")
+    stops = sorted(ends) if found["answers"] else []
     return {
         "max_logit_difference": difference,
         "largest_logit": largest,
@@ -241,7 +272,9 @@ def _judged(
         "other_labels": other,
         "answers": same,
         "answers_by_rounding": rounded,
-        "stops": sorted(ends) if found["answers"] else [],
+        "stops": stops,
+        "stop_texts": open_backbone(recipe.backbone).tokenizer.convert_ids_to_tokens(stops),
+        "other_settings": found["other"],
     }
 
 

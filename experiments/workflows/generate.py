@@ -49,7 +49,7 @@ def generate_from_run(
     by the model as they stand.
     decoding: fields of `flatshift.finetune.evaluate.generation.Decoding` that differ from its defaults; the run's
         `task.max_new_tokens` is the default where the task has one, and `task.num_beams` where nothing is drawn.
-    overrides: another `train.device` than the run's.
+    overrides: another `train.device` than the run's; `data.columns` and `data.bad_rows` of the rows of `data`.
     out: JSONL file to write, whole or not at all.
     Returns a record for each prompt, texts first, then rows in order: `{id, prompt, text, tokens, ended}`; `text` is
     what was written, exactly, `tokens` their number, `ended` whether the model closed its answer itself.
@@ -80,7 +80,7 @@ def _generate(
     from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
     from flatshift.finetune.models.backbone import open_backbone
 
-    recipe = alone(finished_recipe(path, overrides))
+    recipe = alone(finished_recipe(path, overrides, other_rows=bool(data)))
     if recipe.adapter.projector is not None:
         raise UserError(
             f"{path}: its adapter reads features with every row (adapter.projector), and `flatshift generate` hands "
@@ -143,16 +143,18 @@ def _read(recipe: Recipe, files: Sequence[str], skipped: list[str]) -> list[Row]
     return require_rows(rows, files=files, what="prompt", skipped=skipped)
 
 
-def finished_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
-    """The recipe of a run that has an adapter, all as it left it; raises UserError otherwise."""
-    recipe = adapted_recipe(path, overrides)
+def finished_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
+    """The recipe of a run that has an adapter, all as it left it; raises UserError otherwise. Arguments as of
+    `resume_recipe`."""
+    recipe = adapted_recipe(path, overrides, other_rows=other_rows)
     check_run(path, recipe)
     return recipe
 
 
-def adapted_recipe(path: Path, overrides: Sequence[Branch] = ()) -> Recipe:
-    """The recipe of a run that has an adapter, which nobody has compared yet; raises UserError otherwise."""
-    recipe = resolve_device_precision(resume_recipe(path, overrides).recipe)
+def adapted_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: bool = False) -> Recipe:
+    """The recipe of a run that has an adapter, which nobody has compared yet; raises UserError otherwise. Arguments as
+    of `resume_recipe`."""
+    recipe = resolve_device_precision(resume_recipe(path, overrides, other_rows=other_rows).recipe)
     if (path / "scores.parquet").is_file():
         raise UserError(f"{path} is a selection and has no adapter; `flatshift train warmup --select.from {path}` does")
     if not (path / "adapter").is_dir():

@@ -38,6 +38,7 @@ def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, a
         field = reader.fields.get(name)
         return default if field is None else field.contents()
 
+    embeddings = next((tensor for tensor in reader.tensors if tensor.name == "token_embd.weight"), None)
     told = {
         "architecture": said("general.architecture"),
         "tokens": said("tokenizer.ggml.tokens", []),
@@ -46,7 +47,7 @@ def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, a
         "eot": said("tokenizer.ggml.eot_token_id"),
         "eom": said("tokenizer.ggml.eom_token_id"),
         "add_bos": bool(said("tokenizer.ggml.add_bos_token", False)),
-        "tensors": len(reader.tensors),
+        "rows": None if embeddings is None else int(embeddings.shape[-1]),
     }
     Path(about).write_text(json.dumps(told), encoding="utf-8")
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.workflows.export import known_labels, require_trained, rows_in_reach
-from flatshift.experiments.workflows.folder_check import Expected, compare, expected
+from flatshift.experiments.workflows.folder_check import Expected, Folder, compare, expected
 from flatshift.experiments.workflows.generation_settings import (
     all_ends,
     save_generation_settings,
@@ -87,27 +88,49 @@ def merge_into(
     folder: Path, path: Path, recipe: Recipe, wanted: Expected, *, rows: RunRows | None, wanted_dtype: Dtype = "auto"
 ) -> dict[str, Any]:
     """Write the merged model of the run in `path` into the directory `folder`; returns as `merge`."""
+    labels, ends = known_labels(path, recipe), trained_ends(path)
+    written = write_merged(folder, path, recipe, rows=rows, wanted_dtype=wanted_dtype)
+    (compared,) = compare(wanted, recipe, labels, [Folder(folder, written.exact)], ends=list(ends.values()))
+    result = {
+        "dtype": written.dtype,
+        "quantization": recipe.train.quantization,
+        "rounding": written.rounding,
+        **compared,
+        "largest_rounding": written.largest_rounding,
+        "tokenized_rows": written.tokenized_rows,
+        "adapter_sha256": hashlib.sha256((path / "adapter" / WEIGHTS).read_bytes()).hexdigest(),
+    }
+    write_json(folder / RECORD, result)
+    text = card(path, recipe, tokenizer=written.tokenizer, labels=labels, form="merged")
+    write_text(folder / "README.md", text)
+    return result
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged model that is written, and not yet compared with the run."""
+
+    dtype: str
+    exact: bool
+    """In 32 bits."""
+    rounding: dict[str, Any]
+    largest_rounding: float
+    tokenizer: Any
+    tokenized_rows: int
+
+
+def write_merged(
+    folder: Path, path: Path, recipe: Recipe, *, rows: RunRows | None, wanted_dtype: Dtype = "auto"
+) -> Merged:
+    """Write weights, settings and tokenizer of the merged model into `folder`."""
     import torch
 
     labels, ends = known_labels(path, recipe), trained_ends(path)
     cast = None if wanted_dtype == "auto" else getattr(torch, wanted_dtype)
     dtype = cast or stored_dtype(recipe)
-    adapter = path / "adapter"
-    rounding, worst = _merge_by_files(recipe, labels, adapter, folder, dtype, cast, list(ends.values()))
+    rounding, worst = _merge_by_files(recipe, labels, path / "adapter", folder, dtype, cast, list(ends.values()))
     tokenizer, tokenized = save_tokenizer(recipe, folder, rows=rows)
-    compared = compare(wanted, recipe, labels, folder, ends=list(ends.values()), exact=dtype.itemsize >= 4)
-    result = {
-        "dtype": str(dtype).removeprefix("torch."),
-        "quantization": recipe.train.quantization,
-        "rounding": rounding,
-        **compared,
-        "largest_rounding": worst,
-        "tokenized_rows": tokenized,
-        "adapter_sha256": hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest(),
-    }
-    write_json(folder / RECORD, result)
-    write_text(folder / "README.md", card(path, recipe, tokenizer=tokenizer, labels=labels, form="merged"))
-    return result
+    return Merged(str(dtype).removeprefix("torch."), dtype.itemsize >= 4, rounding, worst, tokenizer, tokenized)
 
 
 def _merge_by_files(

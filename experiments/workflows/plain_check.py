@@ -7,6 +7,7 @@ DIRECTORY holds `asked.json` and `asked.safetensors`, which the caller wrote; th
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,33 +17,36 @@ OURS = ("flatshift",)
 
 
 def main(directory: str) -> None:
-    """Compare logits row by row, and write: how far they are apart, the classes' names, greedy tokens and their end."""
+    """Compare logits row by row, and write of each folder: how far they are apart, the classes' names, greedy tokens
+    and their end."""
     import torch
     import transformers
 
     work = Path(directory)
-    asked: dict[str, Any] = json.loads((work / "asked.json").read_text(encoding="utf-8"))
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(asked["threads"])
+    found = []
+    for asked in json.loads((work / "asked.json").read_text(encoding="utf-8")):
+        torch.set_num_threads(asked["threads"])
+        found.append(compared(asked, work))
+    ours = sorted(set(OURS) & {name.split(".")[0] for name in sys.modules})
+    (work / "found.json").write_text(json.dumps({"folders": found, "ours": ours}), encoding="utf-8")
+
+
+def compared(asked: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """What one folder's model says."""
     found: dict[str, Any] = {"difference": 0.0, "largest": 0.0, "same": 0, "places": 0, "names": [], "answers": []}
-    found["unread"] = "" if asked["gguf"] is None else unread(asked["gguf"]["architecture"])
-    model = None
-    if not found["unread"]:
-        try:
-            model = load(asked, work)
-        except Exception as error:  # of a GGUF file, which transformers reads of few families as they all are
-            if asked["gguf"] is None:
-                raise
-            found["unread"] = str(error).splitlines()[0]
-    if model is not None and asked["gguf"] is not None and model.config.model_type != asked["gguf"]["family"]:
-        found["unread"] = (
-            f"transformers reads it as a {model.config.model_type} model"  # which has no experts, no window
-        )
-    elif model is not None:
+    found |= {"unread": "", "other": []}
+    if asked["gguf"] is None:
+        ask(load(asked, work), asked, work, found)
+        return found
+    try:
+        model, found["other"] = load_gguf(asked)
+    except Exception as error:
+        found["unread"] = str(error).splitlines()[0]
+    else:
         ask(model, asked, work, found)
-    found["ours"] = sorted(set(OURS) & {name.split(".")[0] for name in sys.modules})
-    (work / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def ask(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any]) -> None:
@@ -83,8 +87,6 @@ def load(asked: Mapping[str, Any], work: Path) -> Any:
     import transformers
 
     kind = getattr(transformers, asked["auto_class"])
-    if asked["gguf"] is not None:
-        return kind.from_pretrained(asked["folder"], gguf_file=asked["gguf"]["file"], dtype=torch.float32).eval()
     where, options = asked["backbone"] or asked["folder"], asked["options"]
     if asked["memory"] is None:
         model = kind.from_pretrained(where, dtype=torch.float32, use_safetensors=True, **options)
@@ -103,18 +105,13 @@ def load(asked: Mapping[str, Any], work: Path) -> Any:
     return model.eval()
 
 
-def unread(architecture: str) -> str:
-    """Why transformers reads no such GGUF file, if it does not; it looks for a distribution `gguf`, and the converter
-    brings the package in one of its own."""
-    import importlib.util
+def load_gguf(asked: Mapping[str, Any]) -> Any:
+    """The GGUF file's model in evaluation mode, and the settings that llama.cpp has otherwise."""
+    import transformers
 
-    from transformers import modeling_gguf_pytorch_utils as reader
-
-    reader.is_gguf_available = lambda *args, **more: True
-    if importlib.util.find_spec("gguf") is None:
-        return "the package gguf is not installed"
-    known = architecture in reader.GGUF_SUPPORTED_ARCHITECTURES
-    return "" if known else f"transformers knows no {architecture} in GGUF"
+    module = runpy.run_path(str(Path(__file__).with_name("plain_gguf.py")))
+    model, other = module["load"](asked, getattr(transformers, asked["auto_class"]))
+    return model.eval(), other
 
 
 def plain(name: str) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ from flatshift.finetune.run_directory import disk_full_interrupts
 
 PART = 4096
 """Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
-_PART_FILES = "part-*.jsonl"
+_PART_FILES, _ASKED = "part-*.jsonl", "asked.json"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
 Record = dict[str, Any]
@@ -50,22 +52,18 @@ class Predictor:
         self,
         path: Path,
         *,
-        batch_size: int | None = None,
         bad_rows: str = "refuse",
         overrides: Sequence[Branch] = (),
     ) -> None:
-        """bad_rows: `refuse` or `skip` a row that the model cannot be shown. overrides: another `train.device` than the
-        run's.
+        """bad_rows: `refuse` or `skip` a row that the model cannot be shown. overrides: another `train.device`,
+        `eval.batch_size`, `task.max_new_tokens` or `data.columns` than the run's.
 
-        Raises UserError if `path` is no finished run or was
-        changed, or its rows bring features along (adapter.projector)."""
+        Raises UserError if `path` is no finished run or was changed, or its rows bring features along
+        (adapter.projector).
+        """
         from flatshift.finetune.models.backbone import open_backbone
 
-        recipe = alone(finished_recipe(path, overrides))
-        if batch_size is not None:
-            if batch_size < 1:
-                raise UserError(f"--batch-size: {batch_size} is too small; give at least 1")
-            recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, batch_size=batch_size))
+        recipe = alone(finished_recipe(path, overrides, other_rows=True))
         if recipe.adapter.projector is not None and recipe.task.answers_in_text:
             raise UserError(f"{path}: its adapter reads features with every row; judge it by `flatshift eval`")
         self.recipe: Recipe = recipe
@@ -195,18 +193,17 @@ def predict_from_run(
     data: Sequence[str],
     out: Path,
     *,
-    batch_size: int | None = None,
-    bad_rows: str | None = None,
     overrides: Sequence[Branch] = (),
     quiet: bool = False,
 ) -> int:
     """Write what the run at `path` says of every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
-    Parts that are finished lie beside `out` until it is whole; the same call goes on with them.
-    bad_rows: `refuse` or `skip`; by default as the run's recipe says.
+    Parts that are finished lie beside `out` until it is whole; the same call goes on with them. After a refusal so does
+    one whose files were mended: parts of the same rows are kept.
+    overrides: as of `Predictor`, and `data.bad_rows`.
     Returns the number of rows.
     Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts
-    of another run or other data.
+    that a killed call has of another run or other data.
     """
     if out.suffix not in SUFFIXES:
         raise UserError(f"--out: {out} has none of the endings {', '.join(SUFFIXES)}")
@@ -217,8 +214,8 @@ def predict_from_run(
     with exclusive_lock(out):
         if out.exists():
             raise UserError(f"--out: {out} exists; name another file or remove it")
-        wanted = bad_rows or resume_recipe(path, overrides).recipe.data.bad_rows
-        predictor = Predictor(path, batch_size=batch_size, bad_rows=wanted, overrides=overrides)
+        wanted = resume_recipe(path, overrides, other_rows=True).recipe.data.bad_rows
+        predictor = Predictor(path, bad_rows=wanted, overrides=overrides)
         inputs = describe(data)
         counts = [entry["rows"] for entry in inputs]
         asked = {
@@ -226,6 +223,7 @@ def predict_from_run(
             "adapter": digest(path / "adapter" / "adapter_model.safetensors"),
             "inputs": [entry["sha256"] or entry["path"] for entry in inputs],
             "bad_rows": wanted,
+            "columns": dataclasses.asdict(predictor.recipe.data.columns),
         }
         with disk_full_interrupts(f"writing {out}"):
             _claim(parts, asked, out)
@@ -234,11 +232,14 @@ def predict_from_run(
                 data,
                 columns=predictor.recipe.data.columns,
                 required=predictor.columns,
-                bad_rows=wanted,  # type: ignore[arg-type]
+                bad_rows=wanted,
                 skipped=skipped,
                 label=lambda value: None,
             )
-            with console.task("predicting", None if None in counts else sum(counts), "rows") as bar:
+            with (
+                _refusable(parts, asked, console),
+                console.task("predicting", None if None in counts else sum(counts), "rows") as bar,
+            ):
                 done = _parts(predictor, rows, parts, bar, console)
             if not done:
                 raise UserError(f"{', '.join(map(str, data))}: no row is left to predict")
@@ -260,37 +261,65 @@ def predict_from_run(
 
 
 def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
-    """The directory of parts is of this call, or new. Raises UserError if it is of another one."""
-    note = parts / "asked.json"
-    if not any(parts.glob(_PART_FILES)):  # a call that was refused at its first rows holds nothing
+    """Take the directory of parts, which is this call's or new. Raises UserError if it is another one's that was not
+    refused."""
+    note = parts / _ASKED
+    before = read_object(note) if any(parts.glob(_PART_FILES)) else None
+    if before is not None and before.pop("refused", False):
+        if all(before.get(name) == asked[name] for name in ("adapter", "new_tokens")):
+            write_json(note, dict(asked))
+            return
+        before = None
+    if before is None:
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_json(note, dict(asked))
-    elif read_object(note) != asked:
+    elif before != asked:
         raise UserError(
             f"{parts} holds begun predictions of another run or other data; remove it, or name another --out"
         )
 
 
+@contextmanager
+def _refusable(parts: Path, asked: Mapping[str, Any], console: Console) -> Iterator[None]:
+    """Note a refusal inside, after which files may be mended: parts remain for the rows that stay the same."""
+    try:
+        yield
+    except UserError:
+        if any(parts.glob(_PART_FILES)):
+            write_json(parts / _ASKED, {**asked, "refused": True})
+            console.say("what was predicted before this row is kept: mend the file, and run the same command again")
+        raise
+    finally:
+        if not any(parts.glob(_PART_FILES)):
+            shutil.rmtree(parts, ignore_errors=True)
+
+
 def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable[[int], None], console: Console) -> int:
     done, kept = 0, 0
-    try:
-        for number, chunk in enumerate(_batched(rows)):
-            file = parts / f"part-{number:06}.jsonl"
-            if file.is_file():
-                kept += len(chunk)
-            else:
-                if kept and done == kept:
-                    console.say(f"{kept:,} rows were done before")
-                records = predictor(chunk)
-                with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
-                    stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            done += len(chunk)
-            bar(done)
-    finally:
-        if not any(parts.glob(_PART_FILES)):  # refused at its first rows: the same command may begin again
-            shutil.rmtree(parts, ignore_errors=True)
+    current: set[Path] = set()
+    for number, chunk in enumerate(_batched(rows)):
+        file = parts / f"part-{number:06}-{_digest(chunk)}.jsonl"
+        current.add(file)
+        if file.is_file() and (predictor.bad_rows == "skip" or sum(1 for _ in _records(file)) == len(chunk)):
+            kept += len(chunk)
+        else:
+            if kept and done == kept:
+                console.say(f"{kept:,} rows were done before")
+            records = predictor(chunk)
+            with replacing(file) as temporary, temporary.open("w", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        done += len(chunk)
+        bar(done)
+    for file in set(parts.glob(_PART_FILES)) - current:  # of rows that are no more so
+        file.unlink()
     return done
+
+
+def _digest(rows: Sequence[Row]) -> str:
+    """A short name of what these rows are called and say."""
+    said = json.dumps([[row.id, row.values] for row in rows], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -60,7 +60,7 @@ def measure_run(
         split: dev, test or train; by default the first of dev, test and train that has rows.
         data: files to take rows from instead (the split is called `data`).
         seed: of the choice of rows and of all random directions.
-        overrides: another device than the run's, or no mesh.
+        overrides: another device than the run's, or no mesh; how the rows of `data` are read.
         draw: draws plots/ and report.html of the run anew.
 
     Raises:
@@ -68,7 +68,7 @@ def measure_run(
         RegularizerError: the model cannot be measured in one of the spaces.
     """
     settings = settings or Sharpness()
-    recipe = resolve_device_precision(resume_recipe(path, overrides).recipe)
+    recipe = resolve_device_precision(resume_recipe(path, overrides, other_rows=bool(data)).recipe)
     _check(path, recipe, batches, split, data)
     console = Console(quiet=quiet)
     with cpu_threads(recipe.train.threads):

@@ -60,6 +60,7 @@ from flatshift.experiments.workflows.build import (
     evaluate_base_model,
     format_metrics,
     judge_splits,
+    load_model,
     skipped_rows_summary,
     text_perplexity,
 )
@@ -95,7 +96,7 @@ from flatshift.finetune.data.labels import fold_units
 from flatshift.finetune.data.panel import first_batch_panel
 from flatshift.finetune.digests import DONE, FILES, check_files, copy_sealed
 from flatshift.finetune.errors import OutOfMemory, UserError
-from flatshift.finetune.figures import predicted_vs_measured, rate_text
+from flatshift.finetune.figures import duration, predicted_vs_measured, rate_text
 from flatshift.finetune.launch import consistency, spawn, watchdog
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.models.backbone import open_backbone
@@ -105,7 +106,7 @@ from flatshift.finetune.planner.capacity import Capacity, bits_each
 from flatshift.finetune.planner.cluster import Cluster
 from flatshift.finetune.planner.footprint import Sizes
 from flatshift.finetune.planner.layouts import update_seconds
-from flatshift.finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines
+from flatshift.finetune.planner.memory import brief_plan, memory_plan, mesh_lines, plan_lines, token_seconds
 from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.planner.throughput import device_named
 from flatshift.finetune.run_directory import (
@@ -123,6 +124,8 @@ from flatshift.finetune.train.schedule import Schedule, learning_rate
 from flatshift.finetune.train.stage import check_length
 from flatshift.regularizers import build as build_regularizer
 
+_LOOKED_AT = 5
+"""Updates whose tokens are counted for an estimate of time."""
 LABEL_NOISE, PREDICTIONS = "label_noise.json", "predictions.parquet"
 
 
@@ -156,7 +159,8 @@ def train(
         counted = epochs_to_steps(resolved, prepared.train, seed=derive(recipe.train.seed, FINE_TUNE))
         if counted is not resolved:
             resolved, recipe = counted, counted.recipe
-            said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
+            if prepared.mixture is not None:  # of one source its line before step 1 has both
+                said.append(f"steps: {recipe.train.steps:,} ({resolved.origins['train.steps']})")
         check_supply(recipe, prepared.train, prepared.mixture, seed=derive(recipe.train.seed, FINE_TUNE))
         check_memory(recipe, prepared.train)
         said += [*held_out_lines(resolved), *sample_split_warning(recipe)]
@@ -412,7 +416,7 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
     if schedule.begin:
         console.say(schedule.line())
     begins = initial_adapter(path, recipe, plan.task, plan.prepared, lambda: open_backbone(recipe.backbone).tokenizer)
-    engine, tokenizer = context.load_model(
+    engine, tokenizer = load_model(
         recipe,
         plan.task,
         plan.prepared.label_names,
@@ -488,11 +492,14 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         kind, regularizer = plan.optimizer.kind, recipe.regularizer
         memory = memory_plan(engine.model, train=read, kind=kind, task=task, regularizer=regularizer)
         if not context.cell:  # of a cell nobody reads it
-            planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine))
+            planned = PlannedUpdate(memory, _update_seconds(recipe, task, train, engine, batches))
         fits = plan_lines(engine.model, train=read, optimizer=plan.optimizer, plan=memory)
         if planned is not None and planned.seconds is not None:
+            of = "of the longest rows, by the model of `flatshift plan`"
+            count = "one update" if train.steps == 1 else f"{train.steps:,} updates"
             foretold = [
-                f"  an update of the longest rows takes {planned.seconds:.3g} s by the model of `flatshift plan`"
+                f"  about {duration(train.steps * planned.seconds)}: {count} of {duration(planned.seconds)}, "
+                f"{of if engine.device.type == 'cuda' else 'one row was timed'}"
             ]
     else:
         fits = mesh_lines(engine, mesh=recipe.mesh, train=read, optimizer=plan.optimizer)
@@ -558,10 +565,18 @@ def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches:
     context.console.outline([found.line()] if found.ratio < 1 else [], [found.line()])
 
 
-def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) -> float | None:
-    """Predicted for one CUDA device whose figures are known; None elsewhere."""
+def _update_seconds(
+    recipe: Recipe, task: Task, train: Train, engine: Engine, batches: TrainingDataLoader
+) -> float | None:
+    """Predicted for one CUDA device whose figures are known, and timed on a CPU; None elsewhere, and for a graph, which
+    is compiled for its own rows."""
     if engine.device.type != "cuda":
-        return None
+        if train.compile:
+            return None
+        steps = min(train.steps, _LOOKED_AT)
+        computed = batches.tokens(steps)[1] / steps
+        longest = min(train.max_length, round(computed / train.accumulate))
+        return computed * token_seconds(engine.model, longest, train)
     about = torch.cuda.get_device_properties(engine.device)
     name = device_named(about.name, about.total_memory)
     if name is None:
@@ -574,7 +589,7 @@ def _update_seconds(recipe: Recipe, task: Task, train: Train, engine: Engine) ->
 def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
     recipe, world = context.recipe, context.world
-    engine, tokenizer = trained.model or context.load_model(
+    engine, tokenizer = trained.model or load_model(
         recipe, recipe.task, prepared.label_names, world=world, adapter=trained.adapter
     )
     if world.is_main:
@@ -599,7 +614,7 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
     elif recipe.eval.cold and not context.cell:
         del engine, trained.model  # memory may not hold two
         if finished is None or finished.read("cold") is None:
-            cold, tokenizer = context.load_model(recipe, recipe.task, prepared.label_names, world=world)
+            cold, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world)
             with watchdog.no_progress_timeout("evaluating the cold backbone"):
                 found = evaluate_base_model(recipe, cold, tokenizer, prepared, context.run.path, watch=context.watch)
             for split, metrics in found.items():

@@ -195,8 +195,6 @@ def with_kernel(
         return head
     if train.deterministic:  # which kernel is faster may be another one tomorrow, and theirs add in no fixed order
         return head
-    if not engine.keeps:  # a cell of a stack, whose host makes the losses of all
-        return head
     kernels = at_hand() if kernels is None else kernels
     kept = _agreed(engine, _kept(folder))
     if kept is not None:

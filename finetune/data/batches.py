@@ -318,6 +318,11 @@ class TrainingDataLoader:
 
     def padding(self, steps: int) -> float:
         """Share of padding among the tokens that this rank computes in the first `steps` updates."""
+        real, computed = self.tokens(steps)
+        return 1 - real / computed
+
+    def tokens(self, steps: int) -> tuple[int, int]:
+        """Tokens that this rank computes in the first `steps` updates, without and with padding."""
         real = computed = 0
         answers, rejected = self._collator.answers, self._collator.rejected
         for step in range(steps):
@@ -331,7 +336,7 @@ class TrainingDataLoader:
                     written = answers.lengths[[i for (i,) in mine]]
                     real += int(written.sum())
                     computed += len(mine) * int(written.max())
-        return 1 - real / computed
+        return real, computed
 
     def _round(self, e: int) -> RowRuns:
         """The rows of the e-th `len(self)` samples."""

@@ -427,26 +427,18 @@ class RowEncoder:
         """
         if self.overlong == "split":
             return list(texts)
-        return [self._within(text, left) if len(text) > 4 * self._room else text for text in texts]
-
-    @property
-    def _room(self) -> int:
-        """Characters that are looked at first: as many as most rows need many times over."""
-        return max(_CHARACTERS, 32 * self.max_length)
+        return [self._within(text, left) if is_far_longer(text, self.max_length) else text for text in texts]
 
     def _within(self, text: str, left: bool) -> str:
-        size = self._room
-        while 2 * size + 1 < len(text):
-            # One sign more, since a run of equal signs is cut in pieces that depend on where it begins or ends.
-            parts = [text[-n:] if left else text[:n] for n in (size, 2 * size, 2 * size + 1)]
-            whole = self.tokens(parts)["input_ids"]
-            held = [list(shortened(ids, self.max_length + 1, left=left)) for ids in whole]
-            same = held[0] == held[1] == held[2]
-            if same and len(held[0]) > self.max_length and _has_edges(parts[0]):
-                self.rest.at_least = min(self.rest.at_least or len(whole[0]), len(whole[0]))
-                return parts[0]
-            size *= 2
-        return text
+        def tokens(sizes: Sequence[int]) -> list[Sequence[int]]:
+            return list(self.tokens([text[-n:] if left else text[:n] for n in sizes])["input_ids"])
+
+        found = enough_of(text, self.max_length, tokens, self.tokenizer, left=left)
+        if found is None:
+            return text
+        size, least = found
+        self.rest.at_least = min(self.rest.at_least or least, least)
+        return text[-size:] if left else text[:size]
 
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Truncation]:
         """The tokenizer's template around `ids`, closed by `end`, and what the ids lost to fit."""
@@ -468,10 +460,57 @@ class RowEncoder:
         return len(str(self.tokenizer.decode(ids[first:stop])).encode())
 
 
-def _has_edges(text: str) -> bool:
+def _looked_at(max_length: int) -> int:
+    """Characters that are looked at first: as many as most rows need many times over."""
+    return max(_CHARACTERS, 32 * max_length)
+
+
+def is_far_longer(text: str, max_length: int) -> bool:
+    """True if a text is worth to be cut before it is tokenised."""
+    return len(text) > 4 * _looked_at(max_length)
+
+
+def enough_of(
+    text: str,
+    max_length: int,
+    tokens: Callable[[Sequence[int]], Sequence[Sequence[Any]]],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    left: bool = False,
+) -> tuple[int, int] | None:
+    """Characters of a text that hold more than `max_length` of its tokens, and how many; None: only all of it does.
+
+    Counted in tokens, so it holds for a normalizer that makes a character many or none; one that makes different
+    characters equal is asked first.
+    tokens: the tokens of so many of its first (left: last) characters, for each number.
+    """
+    size = _looked_at(max_length)
+    while 2 * size + 1 < len(text):
+        # One sign more, since a run of equal signs is cut in pieces that depend on where it begins or ends.
+        whole = tokens((size, 2 * size, 2 * size + 1))
+        held = [list(shortened(ids, max_length + 1, left=left)) for ids in whole]
+        if held[0] == held[1] == held[2] and len(held[0]) > max_length:
+            part = _normalised(text[-size:] if left else text[:size], tokenizer)
+            end = part[: len(part) // 8] if left else part[-len(part) // 8 :]
+            if _has_edges(part) and _has_edges(end, longest=16):
+                return size, len(whole[0])
+        size *= 2
+    return None
+
+
+def _normalised(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A text as a fast tokenizer splits it."""
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    return text if normalizer is None else str(normalizer.normalize_str(text))
+
+
+def _has_edges(text: str, *, longest: int = 256) -> bool:
     """True if pieces of a text have edges that no tokenizer misses: words, or signs that do not repeat. In a long run
-    that repeats, where a tokenizer sets its edges may depend on what is far away."""
-    if 256 * len(text.split()) >= len(text):
+    that repeats, where a tokenizer sets its edges may depend on what is far away.
+
+    longest: characters of a word, on average.
+    """
+    if longest * len(text.split()) >= len(text):
         return True
     data = text.encode()
     return 10 * len(zlib.compress(data, 1)) > len(data)

@@ -88,7 +88,7 @@ class PreferenceEncoder:
         self.task, self.max_length = task, max_length
         self._how = {"bad_rows": bad_rows, "overlong": overlong}
         self._chat = (
-            ChatEncoder(task.as_chat, tokenizer, _ANY_LENGTH, bad_rows="skip", truncation=truncation)
+            ChatEncoder(task.as_chat, tokenizer, _ANY_LENGTH, bad_rows="skip", truncation=truncation, room=max_length)
             if task.chat
             else None
         )
@@ -104,7 +104,7 @@ class PreferenceEncoder:
         examples: list[Example] = []
         for chunk in chunks(rows, _CHUNK):
             self._form = self._form or chunk[0].form
-            found = self._conversations(chunk) if self._chat is not None else self._texts(chunk)
+            found = self._conversations(chunk, rest) if self._chat is not None else self._texts(chunk)
             for row, made in zip(chunk, found, strict=True):
                 if isinstance(made, str):
                     rest.bad(row, made)
@@ -115,7 +115,8 @@ class PreferenceEncoder:
                              "give files of one kind")  # fmt: skip
                 elif not (cut and rest.long(row, cut)):
                     examples.append(example)
-        rest.at_least = self._text.rest.at_least
+        if self._chat is None:
+            rest.at_least = self._text.rest.at_least
         return rest.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
@@ -213,7 +214,7 @@ class PreferenceEncoder:
 
     # --------------------------------------------------------------------------------------------------- conversations
 
-    def _conversations(self, rows: Sequence[Row]) -> list[tuple[Example, Truncation] | str]:
+    def _conversations(self, rows: Sequence[Row], rest: DroppedRows) -> list[tuple[Example, Truncation] | str]:
         """The example of each row as its conversations are written, or why there is none."""
         assert self._chat is not None
         talks: list[Row] = []
@@ -237,6 +238,7 @@ class PreferenceEncoder:
                 for k, each in enumerate(turns)
             ]
         encoded = self._chat.add(talks)
+        rest.at_least = min((n for n in (rest.at_least, encoded.at_least) if n is not None), default=None)
         by_place = {example.where: example for example in encoded.examples}
         made: list[tuple[Example, Truncation] | str] = []
         for row in rows:
@@ -249,8 +251,15 @@ class PreferenceEncoder:
                 (place, reason) for place in places for reason in encoded.skipped if reason.startswith(f"{place}: ")
             ]
             bad = next((reason[len(place) + 2 :] for place, reason in told), None)
-            made.append(bad or self._shortened(row, [by_place[place] for place in places], desirable))
+            sides = [by_place[place] for place in places if place in by_place]
+            if bad is None and len(sides) < count:  # an answer begins far beyond
+                bad = self._nothing_left
+            made.append(bad or self._shortened(row, sides, desirable))
         return made
+
+    @property
+    def _nothing_left(self) -> str:
+        return f"train.max_length = {self.max_length} tokens leave nothing of an answer"
 
     def _shortened(
         self, row: Row, talks: Sequence[Example], desirable: bool | None
@@ -260,7 +269,7 @@ class PreferenceEncoder:
         whole = [(one.input_ids, one.labels) for one in talks if isinstance(one.labels, list)]
         sides: list[Ids] = [(ids[:limit], labels[:limit]) for ids, labels in whole]
         if any(labels.count(IGNORE) == len(labels) for _, labels in sides):
-            return f"train.max_length = {limit} tokens leave nothing of an answer"
+            return self._nothing_left
         needs = max(len(ids) for ids, _ in whole)
         beyond = any(label != IGNORE for _, labels in whole for label in labels[limit:])
         return _example(row, sides, talks[0].bytes, desirable), Truncation(needs, needs > limit, answer=beyond)

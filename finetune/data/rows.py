@@ -14,8 +14,10 @@ import difflib
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -37,8 +39,13 @@ FORMS = {
     "ShareGPT": ("conversations", "system"),
     "Alpaca": ("instruction", "input", "output", "system", "history"),
     "TRL": ("prompt", "completion", "system"),
+    "Dolly": ("instruction", "context", "response", "system"),
+    "question and answer": ("question", "answer", "system"),
+    "input and output": ("input", "output", "system"),
 }
-"""Other people's columns that stand for `messages`; the first of each tells it."""
+"""Other people's columns that stand for `messages`; the first of each tells it, of the last two if no other does."""
+TWO_TURNS = tuple(FORMS)[-2:]
+"""Forms of a user's turn and the assistant's."""
 PROMPTS = {"Orca": ("question", "system"), "Alpaca": ("instruction", "input", "system"), "ShareGPT": ("conversations",)}
 """Other people's columns that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first tells
 it."""
@@ -142,6 +149,7 @@ def read_rows(
             column of `used` or `named` that no row has (after the last row).
     """
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
+    reader.files = _as_words(files)
     seen, unnamed = SeenIds(), AutoIds()
     paths = expand(files)
     renamed = [n for n in used if n in reader.names and reader.names[n] != getattr(_DEFAULT, n)]
@@ -212,6 +220,8 @@ class _Reader:
         label: Callable[[Any], Any] = canonical_label,
     ) -> None:
         self.setting, self.label = setting, label
+        self.files = "FILE"
+        """The files as words of a command line, for messages."""
         names = ("text", "text2", "label", "messages", "tools", "system", "id")
         self.names = {name: getattr(columns, name) for name in names}
         self.required = required
@@ -249,22 +259,31 @@ class _Reader:
         """The turns of a record that has another form of `FORMS`; None: it has not, or its own `messages`."""
         there = [form for form, (tell, *_) in FORMS.items() if record.get(tell) is not None]
         own = record.get("messages") is not None
+        dolly = record.get("output") is None and any(record.get(name) is not None for name in ("response", "context"))
+        there = [form for form in there if form != ("Alpaca" if dolly else "Dolly")]
+        if own or len(there) > sum(form in TWO_TURNS for form in there):
+            there = [form for form in there if form not in TWO_TURNS]
+        elif len(there) > 1 and (answered := [form for form in there if record.get(FORMS[form][1]) is not None]):
+            there = answered
         if "TRL" in there and (own or len(there) > 1) and record.get("completion") is None:
             there.remove("TRL")  # a prompt alone also stands beside conversations, as their first turn
         if not own and not there:
             return None
         if own + len(there) > 1:
             names = ["messages"] * own + [FORMS[form][0] for form in there]
-            raise ValueError(
-                f"columns {' and '.join(map(repr, names))} may each be the conversation; name one: {self.setting}."
-                "messages"
-            )
+            cure = "rename one of them" if there[0] in TWO_TURNS else f"name one: {self.setting}.messages"
+            raise ValueError(f"columns {' and '.join(map(repr, names))} may each be the conversation; {cure}")
         form = "" if own else there[0]
         self._one_form(form, {name: tell for name, (tell, *_) in FORMS.items()} | {"": "messages"})
         if form == "Alpaca":
             return _alpaca(record)
         if form == "TRL":
             return _prompt_and_completion(record)
+        if form == "Dolly":
+            asked = "\n\n".join(_texts_of(record, ["instruction", "context"]))
+            return _two_turns(asked, record.get("response"))
+        if form in TWO_TURNS:
+            return _two_turns(*(record.get(name) for name in FORMS[form][:2]))
         return record["conversations"] if form else None
 
     def _one_form(self, form: str, called: Mapping[str, str]) -> None:
@@ -346,16 +365,17 @@ class _Reader:
     def _missing(self, name: str, own: str, record: dict[str, Any]) -> str:
         if own in record:
             return f"column {own!r} is null"
-        if name == "messages" and (forms := pairs_in(record)) and forms[0] != "text and label":
-            asked, answer = PAIRS[forms[0]]
-            return (
-                f"no column {own!r}, but {asked!r} and {answer!r}: the recipe completion (task.kind: completion) "
-                "trains on a prompt and its answer"
-            )
         if name == "chosen" and {"completion", "label"} <= record.keys():
-            return f"no column {own!r}, but 'completion' and 'label': task.loss: kto trains on single answers"
+            return f"no column {own!r}, but 'completion' and 'label': --task.loss kto trains on single answers"
         if name in ("prompt", "completion") and (turns := {own, "messages", "conversations"} & record.keys()):
-            return f"no column {own!r}, but {min(turns)!r}: the recipe chat (task.kind: chat) trains on conversations"
+            command = f"flatshift train chat --data {self.files}"
+            return f"no column {own!r}, but {min(turns)!r}: the recipe chat trains on conversations (`{command}`)"
+        flags = _template_flags(record)
+        if flags and "completion" in self.required and name in ("prompt", "completion"):
+            return f"{missing_column(own, record)}; name yours: {flags}"
+        if flags and name == "messages":
+            command = f"`flatshift train completion --data {self.files} {flags}`"
+            return f"{missing_column(own, record)}; {command} trains on a prompt and its answer"
         return missing_column(own, record, f"{self.setting}.{name}" if name in self.names else None)
 
 
@@ -393,6 +413,37 @@ def _history(value: Any) -> list[tuple[str, str]]:
     ):
         raise ValueError("column 'history' is no list of pairs [what the user said, what the assistant said]")
     return [turn for asked, answer in pairs for turn in (("user", asked), ("assistant", answer))]
+
+
+def _two_turns(asked: Any, answer: Any) -> list[dict[str, Any]]:
+    """The turns of a user and an assistant; without an answer the first alone."""
+    turns = [{"role": "user", "content": asked}]
+    return turns if answer is None else [*turns, {"role": "assistant", "content": answer}]
+
+
+_LONGEST_WORDS = 60
+
+
+def _as_words(files: Sequence[str]) -> str:
+    """Files as a command line in this directory names them; FILE for what an error message has no room for."""
+    here = Path.cwd()
+    named = [Path(name) for name in map(str, files)]
+    words = shlex.join(
+        str(name.relative_to(here) if name.is_relative_to(here) else raw)
+        for name, raw in zip(named, files, strict=True)
+    )
+    return words if len(words) <= _LONGEST_WORDS else "FILE"
+
+
+def _template_flags(record: Mapping[str, Any]) -> str:
+    """Flags that take two columns of text for a prompt and its answer; "" where there are not two with plain names, or
+    a column may hold turns."""
+    if any(isinstance(value, list | dict) or str(value).lstrip().startswith("[{") for value in record.values()):
+        return ""
+    names = [name for name, value in record.items() if isinstance(value, str) and value and name != _DEFAULT.id]
+    if len(names) < 2 or not all(re.fullmatch(r"\w{1,40}", name) for name in (names[0], names[-1])):
+        return ""
+    return f"--task.prompt '{{{names[0]}}}\\n' --task.completion '{{{names[-1]}}}'"
 
 
 def _prompt_and_completion(record: dict[str, Any]) -> list[Any]:

@@ -212,6 +212,31 @@ BOUNDED = frozenset({"codegen", "ctrl", "gptj", "mpt"})
 """Model types whose positions are computed once, as many as config.json says: a longer row is an error of an index."""
 
 
+LEAKS_PACKED = frozenset(
+    [
+        "biogpt",
+        "bloom",
+        "falcon_h1",
+        "falcon_mamba",
+        "jamba",
+        "mamba",
+        "minimax",
+        "mpt",
+        "nemotron_h",
+        "olmo_hybrid",
+        "openai-gpt",
+        "opt",
+        "qwen3_5_text",
+        "recurrent_gemma",
+        "rwkv",
+        "xglm",
+        "xlstm",
+    ]
+)
+"""Model types of decoders that take no notice of positions which begin again, so samples of one row see each other.
+What is not here is measured before the first step (`flatshift.finetune.evaluate.packing_check`)."""
+
+
 def usable_positions(config: Any) -> int | None:
     """Tokens of the longest row that a backbone was made for, by its config.json (parsed, or transformers' own).
 

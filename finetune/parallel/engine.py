@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,18 +53,8 @@ Context = Callable[[int], contextlib.AbstractContextManager[Any]]
 """What surrounds the forward pass of the i-th micro-batch: randomness and precision."""
 
 
-class Passes(Protocol):
-    """The forward and backward passes of an update (`flatshift.finetune.train.stage.ForwardBackward`)."""
-
-    def compute(self) -> Tensor:
-        """Do them; returns the loss, float32 scalar."""
-
-
 class Engine:
     """See the module's text. Made by `Engine.alone` or `flatshift.finetune.parallel.build.build_engine`."""
-
-    keeps = True
-    """Whether its stages leave checkpoints and an adapter; a cell of a stack that is stopped begins anew."""
 
     def __init__(
         self,
@@ -213,10 +203,6 @@ class Engine:
             self.sharding.reshard()
 
     # ------------------------------------------------------------------ one update
-
-    def compute(self, work: Passes) -> Tensor:
-        """The forward and backward passes of an update; returns its loss, float32 scalar."""
-        return work.compute()
 
     def reference_log_probs(
         self,

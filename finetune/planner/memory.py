@@ -11,7 +11,9 @@ of what is gathered or reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,7 @@ from flatshift.regularizers.config import RegularizerConfig
 from ..adapters.adapter import trainable
 from ..adapters.projector import blank_features
 from ..compute.capabilities import kept_draws
+from ..compute.matmul_rate import interleaved
 from ..compute.numerics import SHORT, attention, without_input_casts
 from ..compute.precision import autocast, read_precision
 from ..config import WIDTHS, Adapter, Mesh, Optimizer, OptimizerKind, Train
@@ -166,6 +169,34 @@ def _perturbation(model: nn.Module, train: Train, regularizer: RegularizerConfig
 
 def _saved_bytes(model: Any, tokens: int, train: Train) -> int:
     """Bytes of the storages that autograd keeps for one row of `tokens` tokens, parameters apart."""
+    with _one_row(model, tokens, train) as forward:
+        return saved_bytes(model, forward)
+
+
+_TIMED_TOKENS, _QUICK = 128, 0.5
+"""Tokens of a row that is timed, at most; seconds below which it is timed again, as first passes are slow."""
+
+
+def token_seconds(model: nn.Module, tokens: int, train: Train) -> float:
+    """Time of a forward and backward pass for one token, taken on a row of `tokens` tokens, at most 128; the global
+    random state and all gradients are left as they were."""
+    length, adapter = max(1, min(tokens, _TIMED_TOKENS)), list(trainable(model).values())
+    with _one_row(model, length, train) as forward:
+
+        def update() -> None:
+            torch.autograd.grad(forward().float().sum(), adapter, allow_unused=True)
+
+        started = time.perf_counter()
+        update()
+        taken = time.perf_counter() - started
+        if taken < _QUICK:
+            (taken,) = interleaved([update], turns=2)
+    return taken / length
+
+
+@contextlib.contextmanager
+def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Tensor]]:
+    """Gives a training pass over one row of `tokens` tokens, up to its logits."""
     device = next(model.parameters()).device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -184,7 +215,7 @@ def _saved_bytes(model: Any, tokens: int, train: Train) -> int:
             without_input_casts(model, train),
             attention(inputs),
         ):
-            return saved_bytes(model, lambda: model(**inputs).logits)
+            yield lambda: model(**inputs).logits
     finally:
         model.train(training)
 

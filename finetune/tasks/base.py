@@ -352,10 +352,6 @@ class BaseTask:
         """Whether each example is answered right, bool [B], by logits [B, C] (accuracy)."""
         raise NotImplementedError
 
-    def blank_labels(self, count: int, classes: int) -> Tensor:
-        """Labels of `count` rows for a head of so many outputs, all 0 (is_sequence_level)."""
-        raise NotImplementedError
-
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         """The label of one row as the first-batch panel shows it (is_sequence_level)."""
         raise NotImplementedError

@@ -145,11 +145,6 @@ class Classify(ByExample):
             return ((logits > 0) == (labels > 0)).all(dim=1)
         return logits.argmax(dim=-1) == labels
 
-    def blank_labels(self, count: int, classes: int) -> Tensor:
-        import torch
-
-        return torch.zeros(count, classes) if self.multi else torch.zeros(count, dtype=torch.long)
-
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         indices = label.nonzero()[:, 0].tolist() if self.multi else [int(label)]
         return ", ".join(label_names[k] if label_names else str(k) for k in indices) or "none"

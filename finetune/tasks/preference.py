@@ -93,7 +93,6 @@ class Preference(Templated):
         "out: dev figures are in metrics.jsonl",
         "--harness": "--harness: lm-eval would not ask a preference run as it was trained; `flatshift merge` it and "
         "give that to lm-eval, or judge it with `flatshift eval RUN_DIR --data FILE`",
-        "stack": "task.kind: preference reads every answer twice, with the adapter and without",
     }
 
     def __post_init__(self) -> None:

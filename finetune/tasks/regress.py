@@ -108,11 +108,6 @@ class Regress(ByExample):
     def residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
         return labels[:, None] - logits.float()
 
-    def blank_labels(self, count: int, classes: int) -> Tensor:
-        import torch
-
-        return torch.zeros(count)
-
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
         seen = float(label)
         return f"{units.offset + units.scale * seen if units else seen:.6g}"

@@ -57,7 +57,6 @@ class Seq2Seq(Templated):
         "leave it out",
         "train.compile": "train.compile does not go with task.kind: seq2seq: decoder rows come in all lengths, each a "
         "graph of its own; leave one of them out",
-        "stack": "task.kind: seq2seq has an encoder and a decoder, whose rows are padded apart",
     }
 
     def __post_init__(self) -> None:

@@ -158,8 +158,8 @@ class Checkpointer:
         return max(self.train.keep, 1 + sum(step >= oldest for step in steps(self.run.state)))
 
     def save(self) -> None:
-        """Write a checkpoint of the completed updates, unless this step has one or the engine keeps none."""
-        if self.saved_step == self.progress.step or not self.engine.keeps:
+        """Write a checkpoint of the completed updates, unless this step has one."""
+        if self.saved_step == self.progress.step:
             return
         whole = self.engine.full_tensors
         tensors = pack(

@@ -48,9 +48,9 @@ from .out_of_memory import OutOfMemoryHandler, oom_context
 from .peak_memory import UpdateMeter
 from .prefetch import with_prefetch
 from .schedule import Schedule
-from .stage import ForwardBackward, check_best, check_length, ended, judged_apart
 from .stage import StageResult as StageResult  # users know these by this module's name
 from .stage import TrainingStage as TrainingStage
+from .stage import check_best, check_length, ended, judged_apart
 from .throughput import ThroughputMeter
 from .trace.recorder import Recorder
 
@@ -143,8 +143,8 @@ class _Loop:
         self.random = uses_dropout(engine.model)
         self.dropout = engine.dropout(derive(stage.seed, "dropout")) if self.random else None
         self.scale = LossScale(on=train.precision == "fp16")
-        self.compiled = Compiled(engine.model) if train.compile else None
-        self.fused = None if train.compile else FusedLayers(engine.model)  # the compiler fuses PEFT's forward itself
+        # the compiler fuses PEFT's forward itself
+        self.layers = Compiled(engine.model) if train.compile else FusedLayers(engine.model)
         self.keeper = Checkpointer(engine, self.optimizer, stage)
         self.guard = DivergenceGuard(engine, self.keeper, stage)
         self.unread = MetricsBuffer(engine.world)
@@ -161,7 +161,7 @@ class _Loop:
         )
         self.meter = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
         self.used = UpdateMeter(engine.device) if stage.planned is not None else None
-        if self.compiled is not None:
+        if train.compile:
             self.meter.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
             engine.reshard()
         about = {"model": engine.model, "processing_class": tokenizer, "optimizer": self.optimizer.inner}
@@ -278,28 +278,33 @@ class _Loop:
 
         Whether it is made at all is decided by figures that are the same on every rank.
         """
-        state = self.keeper.progress
+        state, engine = self.keeper.progress, self.engine
         step, place, task = state.step, batch_index(state.step, state.left_out), self.stage.task
-        self.engine.beat = partial(watchdog.progress, step, self.stage.name)
-        self.engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
+        context = partial(self._context, step)
+        engine.beat = partial(watchdog.progress, step, self.stage.name)
+        engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
         count = self.stage.batches.supervised(place)
         rate = self.schedule(step)
         sides: Sequence[PreferenceTargets | None] = ()
         if task.has_reference:
             micros = self.stage.batches.at(place)
-            sides = self.engine.reference_log_probs(micros, task=task, head=self.head, precision=self._precision)
+            sides = engine.reference_log_probs(micros, task=task, head=self.head, precision=self._precision)
         verdict, overflowed = None, True
         while overflowed:
             losses: list[torch.Tensor] = []
-            self.engine.loss_scale, overflowed = self.scale.value, False
+            engine.loss_scale, overflowed = self.scale.value, False
             try:
                 with self.regularizer.step(step, loss_scale=self.scale.value) as passes:
                     for _ in passes:
-                        micros, context = self._micros(place, sides), partial(self._context, step)
-                        how = (self.meter, self.compiled, self.fused)
-                        work = ForwardBackward(self.engine, task, micros, count, self.head, context, *how)
-                        losses.append(self.engine.compute(work) if self.solver is None else self.solver.compute(work))
-                    if self.scale.on and (overflowed := self.scale.overflows(losses, self.engine.clip)):
+                        micros = self._micros(place, sides)
+                        if self.solver is not None:
+                            losses.append(self.solver.compute(engine, micros, count, task=task, context=context))
+                            continue
+                        with self.meter.watching(micros, head=self.head), self.layers.working():
+                            losses.append(
+                                engine.forward_backward(micros, count, task=task, head=self.head, context=context)
+                            )
+                    if self.scale.on and (overflowed := self.scale.overflows(losses, engine.clip)):
                         raise UpdateRejected
                     if self.guard.watches and (verdict := self.guard.judge(losses)) is not None:
                         raise UpdateRejected
@@ -310,7 +315,7 @@ class _Loop:
         self.scale.undo(self.parameters.values())
         self.optimizer.leave_fixed()
         with self.recorder.update(step + 1):
-            norm = self.engine.clip(self.stage.optimizer.clip)
+            norm = engine.clip(self.stage.optimizer.clip)
             line = MetricsRow(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": rate, "grad_norm": None})
             line.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
             if self.guard.watches or self.scale.on:  # read already

@@ -20,7 +20,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,11 @@ from ..config import Optimizer, OptimizerKind
 from ..errors import UserError
 from ..models.quantize import GET, import_library
 from ..planner.memory import QUANTISED_BLOCK, QUANTISED_FROM
-from .stage import ForwardBackward
+
+if TYPE_CHECKING:
+    from ..data.micro_batch import MicroBatch
+    from ..parallel.engine import Context, Engine
+    from ..tasks import Task
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
@@ -350,28 +354,30 @@ class GaussNewton:
         """parameters: those that move. decay: λ."""
         self.parameters, self.decay = dict(parameters), decay
 
-    def compute(self, work: ForwardBackward) -> Tensor:
-        """The step of an update into the gradients; returns its loss before it, as `ForwardBackward.compute`.
+    def compute(
+        self, engine: Engine, micros: Sequence[MicroBatch], count: int, *, task: Task, context: Context
+    ) -> Tensor:
+        """The step of an update into the gradients; returns its loss before it, as `Engine.forward_backward`.
 
         Raises:
             UserError: more numbers than `LARGEST`, a parameter outside linear layers.
         """
         sizes = [p.numel() for p in self.parameters.values()]
         jacobians, residuals = [], []
-        for index, micro in enumerate(work.micros):
-            batch = micro.to(work.engine.device)
-            with work.context(index):
-                outputs, rows = jacobian(work.engine.model, self.parameters, batch.inputs)
-            whole = work.count * rows.shape[1] * rows.shape[2]
+        for index, micro in enumerate(micros):
+            batch = micro.to(engine.device)
+            with context(index):
+                outputs, rows = jacobian(engine.model, self.parameters, batch.inputs)
+            whole = count * rows.shape[1] * rows.shape[2]
             if whole > LARGEST:
                 raise UserError(
-                    f"optimizer.kind: gauss-newton solves for {work.count} rows × {rows.shape[1]} outputs × "
+                    f"optimizer.kind: gauss-newton solves for {count} rows × {rows.shape[1]} outputs × "
                     f"{sum(sizes):,} weights at once, above its {LARGEST:.0e} numbers; lower adapter.rank, or "
                     "train.batch_size · train.accumulate"
                 )
             jacobians.append(rows.flatten(0, 1).double().cpu().numpy())
-            residuals.append(work.task.residuals(outputs, batch.labels).flatten().double().cpu().numpy())
-            work.engine.beat()
+            residuals.append(task.residuals(outputs, batch.labels).flatten().double().cpu().numpy())
+            engine.beat()
         jac, residual = np.concatenate(jacobians), np.concatenate(residuals)
         now = torch.cat([p.detach().flatten() for p in self.parameters.values()]).double().cpu().numpy()
         if self.decay:
@@ -381,5 +387,5 @@ class GaussNewton:
         parts = torch.from_numpy(step).split(sizes)
         for parameter, part in zip(self.parameters.values(), parts, strict=True):
             parameter.grad = -part.view_as(parameter).to(parameter)
-        loss = float(residual @ residual) / work.count
-        return torch.tensor(loss, device=work.engine.device)
+        loss = float(residual @ residual) / count
+        return torch.tensor(loss, device=engine.device)

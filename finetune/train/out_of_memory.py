@@ -189,10 +189,7 @@ def oom_context(place: str) -> Iterator[None]:
 
 
 class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]):
-    """Around a stage: what says inside that memory ran out leaves as an OutOfMemory with one message.
-
-    Cells of a stack, which keep nothing, keep their own error too.
-    """
+    """Around a stage: what says inside that memory ran out leaves as an OutOfMemory with one message."""
 
     def __init__(self, engine: Engine, stage: TrainingStage) -> None:
         self._engine, self._stage = engine, stage
@@ -203,8 +200,6 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
-            return
-        if not self._engine.keeps:
             return
         before = "the tests before the first update"
         step = before if self.keeper is None else f"update {self.keeper.progress.step + 1}"

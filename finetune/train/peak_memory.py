@@ -31,7 +31,7 @@ class PlannedUpdate:
 
     memory: MemoryPlan
     seconds: float | None = None
-    """Of an update of the longest rows; None: the device's figures are not known."""
+    """Of an update: of the longest rows on a CUDA device, of usual ones on a CPU; None: nobody knows."""
 
 
 class UpdateMeter:

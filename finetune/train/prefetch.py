@@ -172,10 +172,10 @@ class Prefetch:
 def with_prefetch(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
     """`batches` themselves, or on CUDA what makes them ahead; its thread ends with the block, however that ends.
 
-    There, packed rows are attended to sample by sample where that is possible, and `say` is told. Stacked cells, whose
-    rows are joined on the host, and pipelines, which cut them there, ask their batches themselves.
+    There, packed rows are attended to sample by sample where that is possible, and `say` is told. Pipelines,
+    which cut rows on the host, ask their batches themselves.
     """
-    if not is_cuda(engine.device) or not engine.keeps or engine.runner is not None:
+    if not is_cuda(engine.device) or engine.runner is not None:
         yield batches
         return
     with contextlib.ExitStack() as around:

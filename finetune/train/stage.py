@@ -1,29 +1,21 @@
-"""What a stage of training is to those that drive it: what it is told, the passes that it asks for, how it ended."""
+"""What a stage of training is to those that drive it: what it is told, how it ended."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from flatshift.regularizers.layers.fused import FusedLayers
-
 from ..atomic import read_object
-from ..compute.loss import Head
 from ..config import Evaluate, Optimizer, Train
 from ..digests import DONE
 from ..errors import UserError
 from ..evaluate.metrics import metric_of
 from ..models.anatomy import before_text
-from ..models.compiled import Compiled
-from ..parallel.engine import Context, Engine
+from ..parallel.engine import Engine
 from ..run_directory import RunDirectory
 from .peak_memory import PlannedUpdate
-from .throughput import ThroughputMeter
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -32,7 +24,6 @@ if TYPE_CHECKING:
 
     from ..data.batches import TrainingDataLoader
     from ..data.example import Example
-    from ..data.micro_batch import MicroBatch
     from ..tasks import Task
     from .trace.recorder import Recording
 
@@ -100,38 +91,6 @@ class TrainingStage:
     def folder(self) -> Path:
         """Where the stage's own files lie."""
         return self.run.stage(self.name)
-
-
-@dataclass(frozen=True)
-class ForwardBackward:
-    """One forward and backward pass over the micro-batches of an update, which a stage asks for."""
-
-    engine: Engine
-    """Whose parameters are to get the gradients."""
-    task: Task
-    micros: Sequence[MicroBatch]
-    count: int
-    """Supervised tokens (examples) of the update, over all ranks: the divisor of its loss."""
-    head: Head | None
-    """What the loss may be made in slices of (`flatshift.finetune.compute.loss.find_head`)."""
-    context: Context
-    """What surrounds the forward pass of each micro-batch."""
-    meter: ThroughputMeter
-    """Counts what the engine does."""
-    compiled: Compiled | None = None
-    """The model's blocks, compiled."""
-    fused: FusedLayers | None = None
-    """The model's plain LoRA layers, where they may compute in the fused form."""
-
-    def compute(self) -> torch.Tensor:
-        """Do it by the engine's `forward_backward`; returns the loss, float32 scalar."""
-        nothing = contextlib.nullcontext()
-        compiled = self.compiled.working() if self.compiled is not None else nothing
-        fused = self.fused.working() if self.fused is not None else nothing
-        with self.meter.watching(self.micros, head=self.head), compiled, fused:
-            return self.engine.forward_backward(
-                self.micros, self.count, task=self.task, head=self.head, context=self.context
-            )
 
 
 def check_best(train: Train, task: Task) -> None:

@@ -94,7 +94,7 @@ class ThroughputMeter:
         """
         nothing = MetricTensors(torch.empty(0), lambda numbers: {})
         first, self._first = self._first, False
-        if first or not self._now.passes:  # none: the work is somebody else's (`flatshift.finetune.stacked`)
+        if first or not self._now.passes:  # none: a solver makes the update without them
             return nothing
         self._now.updates += 1
         self._now.seconds += seconds

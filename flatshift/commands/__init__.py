@@ -14,7 +14,6 @@ SUMMARIES = {
     "train": "fine-tune an adapter by a recipe, or resume a run",
     "sweep": "a resumable grid over recipe keys and seeds",
     "forecast": "curves along rows, rank, noise and ridge before anything is trained",
-    "watch": "a sweep's page on localhost while its cells run",
     "compare": "training methods against a baseline by one fair protocol",
     "eval": "judge runs and bare backbones, side by side, by groups of rows",
     "predict": "label rows with a finished run: classes with probabilities, numbers, answers",

@@ -33,7 +33,8 @@ class Flags:
     subjects: Positional[tuple[str, ...]]
     """Run directories, and backbones (shipped name, directory or hub name)."""
     data: tuple[str, ...] = ()
-    """Files to judge on instead; the split is called `data`."""
+    """Files to judge on instead, read as the run's own or by `--data.columns.NAME` and `--data.bad_rows`; the split is
+    called `data`."""
     group_by: str | None = None
     """A column of the rows: every figure also for each of its values."""
     trained: tuple[str, ...] = ()
@@ -152,7 +153,7 @@ def run(argv: list[str]) -> int:
     if flags.asks_for_several:
         return _side_by_side(flags, argv, overrides)
     path = flags.run
-    recipe = resume_recipe(path, overrides).recipe
+    recipe = resume_recipe(path, overrides, other_rows=bool(flags.data)).recipe
     if chosen := mesh_flags(recipe, given=named_axes(overrides)):
         return run([*argv, *chosen])
     if spawn.wants_ranks(recipe.mesh):

@@ -49,9 +49,7 @@ def run(argv: list[str]) -> int:
     print(out)
     for line in compared_lines(result):
         print(line)
-    pushed = ["flatshift", "push", str(out), f"ORGANISATION/{flags.run.resolve().name}"]
-    merge = [] if (flags.run / "merged").exists() else [["flatshift", "merge", str(flags.run)]]
-    outcome.say("", [pushed, *merge])
+    outcome.of_export(flags.run, out)
     return 0
 
 
@@ -60,7 +58,7 @@ def compared_lines(result: dict[str, Any] | None) -> list[str]:
     if result is None:
         return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
     if "unread" in result:
-        return [f"answers are not compared: plain transformers does not read this file ({result['unread']})"]
+        return [f"answers are not compared, as this file is not read in plain transformers ({result['unread']})"]
     drawn = " of drawn tokens, as those of the run cannot be read" if result["drawn"] else ""
     lines = [
         "in plain transformers logits differ from backbone + adapter by at most "
@@ -70,11 +68,12 @@ def compared_lines(result: dict[str, Any] | None) -> list[str]:
     asked = result["answers"] + result["answers_by_rounding"]
     if asked:
         rounded = f", {result['answers_by_rounding']} but for rounding" if result["answers_by_rounding"] else ""
-        stops = ", ".join(map(str, result["stops"]))
+        stops = ", ".join(map(repr, result["stop_texts"]))
         lines.append(
             f"it answers {asked} prompts as the run does{rounded}"
-            + (f", and stops at token {stops}" if stops else "; training supervised no token as the end of an answer")
+            + (f", and stops at {stops}" if stops else "; training supervised no token as the end of an answer")
         )
+    lines += [f"llama.cpp has {text}, which changes none of these answers" for text in result["other_settings"]]
     return lines
 
 

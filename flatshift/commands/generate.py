@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tyro.conf import Positional, UseAppendAction
 
-from flatshift.command_line import parse
-from flatshift.experiments.recipe import from_override
+from flatshift.command_line import parse, split_overrides
+from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
 
@@ -24,7 +24,7 @@ class Flags:
     """A text that goes through the run's own prompt template; of a chat run, a user's turn. May be given several times.
     Without --prompt and --data: the lines of standard input."""
     data: tuple[str, ...] = ()
-    """Files whose rows are prompts, through the run's own template."""
+    """Files whose rows are prompts, through the run's own template; `--data.columns.NAME` names other columns."""
     raw: bool = False
     """Prompts are read as they stand, without the template."""
     max_new_tokens: int | None = None
@@ -51,7 +51,11 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """`flatshift generate`."""
-    flags: Flags = parse(Flags, "generate", argv)
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "generate", rest)
+    if flags.device is not None:
+        overrides.append(from_override("train.device", flags.device, "--device"))
+        refuse_contradictions(overrides)
     prompts = flags.prompt
     if not prompts and not flags.data and not sys.stdin.isatty():
         prompts = _lines_of_input()
@@ -66,7 +70,7 @@ def run(argv: list[str]) -> int:
         raw=flags.raw,
         decoding={name: value for name, value in given.items() if value is not None},
         batch_size=flags.batch_size,
-        overrides=[] if flags.device is None else [from_override("train.device", flags.device, "--device")],
+        overrides=overrides,
         out=flags.out,
         quiet=flags.json,
     )

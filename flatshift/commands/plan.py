@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,8 @@ from tyro.conf import Positional
 
 from flatshift.command_line import data_override, parse, split_overrides
 from flatshift.finetune.errors import UserError
+
+_ASSUMED = "1xH100-80"
 
 
 @dataclass(frozen=True)
@@ -28,8 +31,9 @@ class Flags:
     """Files of training rows, which are counted for train.epochs; short for --data.train.files."""
     model: str | None = None
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
-    gpus: str = "1xH100-80"
-    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; `here`: what this machine has."""
+    gpus: str | None = None
+    """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; `here`: what this machine has. Left out,
+    1xH100-80, which is said."""
     node: int | None = None
     """Devices of a node; by default 8, or all of them."""
     nvlink: float | None = None
@@ -71,7 +75,7 @@ def run(argv: list[str]) -> int:
         flags.recipe,
         overrides,
         model=flags.model,
-        gpus=flags.gpus,
+        gpus=flags.gpus or _ASSUMED,
         node=flags.node,
         link=flags.nvlink,
         network=flags.ib,
@@ -91,5 +95,10 @@ def run(argv: list[str]) -> int:
 
             written = page({**document, "command": f"flatshift plan {shlex.join(argv)}"})
         write_text(flags.out, written)
+    if flags.gpus is None:
+        note = f"note: planned for {_ASSUMED}, as no --gpus is given; --gpus here plans for this machine"
+        print(note, file=sys.stderr)
     print(text if flags.json else render(document))
+    if flags.out is not None and not flags.json:
+        print(flags.out)
     return 0 if document["fits"] else 1

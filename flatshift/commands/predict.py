@@ -9,8 +9,8 @@ from typing import Literal
 from tyro.conf import Positional
 
 from flatshift import outcome
-from flatshift.command_line import parse
-from flatshift.experiments.recipe import from_override
+from flatshift.command_line import parse, recipe_words, split_overrides
+from flatshift.experiments.recipe import from_override, refuse_contradictions
 from flatshift.finetune.errors import UserError
 
 
@@ -24,7 +24,8 @@ class Flags:
     run: Positional[Path]
     """Run directory."""
     data: tuple[str, ...] = ()
-    """Files with rows: JSONL, CSV, Parquet, …, with the columns that the run was trained on."""
+    """Files with rows: JSONL, CSV, Parquet, …, with the columns that the run was trained on; `--data.columns.NAME`
+    names others."""
     out: Path | None = None
     """File to write: .jsonl, .csv, .tsv or .parquet (required)."""
     batch_size: int | None = None
@@ -41,23 +42,30 @@ class Flags:
 
 def run(argv: list[str]) -> int:
     """`flatshift predict`."""
-    flags: Flags = parse(Flags, "predict", argv)
+    rest, overrides = split_overrides(argv, Flags)
+    flags: Flags = parse(Flags, "predict", rest)
     if flags.out is None:
         raise UserError("--out is missing: name the file to write, for example --out predictions.csv")
     from flatshift.experiments.workflows.predict import predict_from_run
 
-    given = {"device": ("train.device", flags.device), "max-new-tokens": ("task.max_new_tokens", flags.max_new_tokens)}
-    overrides = [from_override(key, str(v), f"--{flag}") for flag, (key, v) in given.items() if v is not None]
+    given = {
+        "device": ("train.device", flags.device),
+        "max-new-tokens": ("task.max_new_tokens", flags.max_new_tokens),
+        "bad-rows": ("data.bad_rows", flags.bad_rows),
+        "batch-size": ("eval.batch_size", flags.batch_size),
+    }
+    overrides += [from_override(key, str(v), f"--{flag}") for flag, (key, v) in given.items() if v is not None]
+    refuse_contradictions(overrides)
     count = predict_from_run(
         flags.run,
         flags.data,
         flags.out,
-        batch_size=flags.batch_size,
-        bad_rows=flags.bad_rows,
         overrides=overrides,
         quiet=flags.quiet,
     )
     if not flags.quiet:
         print(f"{flags.out}: {count:,} rows")
-        outcome.of_prediction(flags.run, flags.data)
+        words = recipe_words(argv, Flags, without="train")
+        words += [] if flags.bad_rows is None else ["--data.bad_rows", flags.bad_rows]
+        outcome.of_prediction(flags.run, flags.data, overrides, words)
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from flatshift.command_line import parse
-from flatshift.finetune.errors import UserError
+from flatshift.finetune.errors import UserError, printable
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,7 @@ def run(argv: list[str]) -> int:
     if flags.out is not None and flags.out.is_dir():
         raise UserError(f"--out {flags.out} is a directory; name an HTML file, for example {flags.out / 'report.html'}")
     from flatshift.experiments.report import build_report
-    from flatshift.experiments.report.formats import aligned
-    from flatshift.experiments.report.side_by_side import metric_rows
+    from flatshift.experiments.report.side_by_side import metric_lines
     from flatshift.experiments.results.run import discover
     from flatshift.finetune.lock import exclusive_lock
 
@@ -40,8 +39,7 @@ def run(argv: list[str]) -> int:
     with exclusive_lock(out):
         page = build_report(flags.runs, out=out)
     trained = [run for run in discover(flags.runs) if run.eval]
-    columns, rows = metric_rows(trained) if len(trained) > 1 else ([], [])
-    if rows:
-        print(aligned(columns, rows, right=range(1, len(columns))), file=sys.stderr)
+    if len(trained) > 1 and (lines := metric_lines(trained)):
+        print(printable(lines), file=sys.stderr)
     print(page)
     return 0

@@ -89,6 +89,8 @@ def run(argv: list[str]) -> int:
         page=page,
     )
     print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document))
+    if flags.out is not None and not flags.json:
+        print(flags.out / "report.html")
     return 0
 
 
@@ -117,5 +119,8 @@ def _train(argv: list[str]) -> int:
         quiet=flags.json,
         page=page,
     )
-    print(json.dumps(document, indent=2, ensure_ascii=False) if flags.json else render(document) or flags.out)
+    if flags.json:
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+    else:
+        print(*filter(None, [render(document), str(flags.out / "report.html")]), sep="\n")
     return 0

@@ -15,7 +15,9 @@ import transformers as tf
 from transformers.models.auto import modeling_auto
 
 from flatshift.cli import run
-from flatshift.finetune.models.families import BOUNDED, COUNTED_FROM_PAD
+from flatshift.finetune.errors import UserError
+from flatshift.finetune.evaluate.packing_check import check_packing_isolation
+from flatshift.finetune.models.families import BOUNDED, COUNTED_FROM_PAD, LEAKS_PACKED
 from tests.data_models import byte_tokenizer, write_jsonl
 
 TOKENIZER = byte_tokenizer()
@@ -104,6 +106,46 @@ def test_a_family_trains(family, words, tmp_path: Path, kind: str, recipe: str, 
     assert run(words(recipe, family(kind), *more)) == 0
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(line["split"] == "train" and line["step"] == 1 and line["loss"] > 0 for line in steps)
+
+
+def test_packing_that_nobody_asked_for_gives_way(family, words, tmp_path: Path, capsys) -> None:
+    line = "task.pack: false (auto: opt lets packed samples see each other)"
+    assert run(words("language-model", family("opt"))) == 0
+    assert line in capsys.readouterr().err
+    written = (tmp_path / "run" / "recipe.resolved.yaml").read_text()
+    assert "  pack: false  # auto: opt lets packed samples see each other" in written
+    assert run(["train", "--resume", str(tmp_path / "run"), "--train.steps", "2"]) == 0
+    assert line not in capsys.readouterr().err
+    assert run([*words("language-model", family("opt"), "--task.pack", "true"), "--out", str(tmp_path / "asked")]) == 2
+    assert "lets packed samples see each other" in capsys.readouterr().err and not (tmp_path / "asked").exists()
+    assert run([*words("language-model", family("llama")), "--out", str(tmp_path / "llama")]) == 0
+    assert "  pack: true" in (tmp_path / "llama" / "recipe.resolved.yaml").read_text()
+
+
+LEAKING = {
+    "opt": {**SIZES, "ffn_dim": 48, "word_embed_proj_dim": 32},
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 1, "attention_heads": 2},
+    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 1, "max_seq_len": 40},
+    "bloom": {"hidden_size": 32, "n_layer": 1, "n_head": 2},
+    "biogpt": {**SIZES, "num_hidden_layers": 1},
+    "openai-gpt": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 40},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
+    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2},
+}
+
+
+@pytest.mark.parametrize("kind", [*LEAKING, "llama"])
+def test_families_that_leak_are_measured_to(kind: str) -> None:
+    own = LEAKING.get(kind, {**SIZES, "num_key_value_heads": 2})
+    config = tf.AutoConfig.for_model(kind, **{**IDS, **own, "use_cache": False})
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = tf.AutoModelForCausalLM.from_config(config).eval()
+    if kind not in LEAKS_PACKED:
+        check_packing_isolation(model)
+    else:
+        with pytest.raises(UserError, match=r"lets packed samples see each other|takes no position_ids"):
+            check_packing_isolation(model)
 
 
 @pytest.mark.parametrize(

@@ -164,6 +164,32 @@ def test_a_prediction_that_was_refused_may_be_made_again(said: tuple[Path, str],
     assert sorted(one.name for one in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
 
 
+def test_a_prediction_refused_late_goes_on_with_the_rows_that_stay(said, capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flatshift.experiments.workflows.predict.PART", 2)
+    good = [{"text": f"fine {i}"} for i in range(6)]
+    lines(tmp_path / "rows.jsonl", [*good[:5], {"label": "a"}])
+    argv = ["predict", str(said[0]), "--data", "rows.jsonl", "--out", "out.jsonl"]
+    for _ in range(2):
+        assert run(argv) == 2 and "rows.jsonl:6: no column 'text'" in capsys.readouterr().err
+    lines(tmp_path / "rows.jsonl", [*good[:2], {"text": "mended"}, *good[3:]])
+    assert run(argv) == 0
+    assert "2 rows were done before" in capsys.readouterr().err
+    told = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert told == ["fine 0", "fine 1", "mended", "fine 3", "fine 4", "fine 5"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+    (tmp_path / "out.jsonl").unlink()
+    lines(
+        tmp_path / "rows.jsonl", [*good[:3], {"text": " "}, {"label": "a"}]
+    )  # both kinds of bad rows, later one first
+    assert run(argv) == 2 and "rows.jsonl:4: the text is empty" in capsys.readouterr().err
+    assert run([*argv, "--data.bad_rows", "skip"]) == 0
+    told = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert told == ["fine 0", "fine 1", "fine 2"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["out.jsonl", "rows.jsonl"]
+
+
 def test_a_begun_prediction_without_a_part_holds_nothing(said: tuple[Path, str], capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "rows.jsonl", [{"text": "fine"}])
@@ -286,7 +312,6 @@ def test_a_pattern_that_the_tokenizers_library_panics_at(monkeypatch, capsys, tm
         ("eval flatshift-5m --data rows.jsonl --prompt nli --window 5", "--window"),
         ("plan --node 0", "--node must be at least 1"),
         ("plan --model=", "--model is empty"),
-        ("watch sweep --every inf", "--every must be a finite number"),
         ("sweep classify --out sweep --grid adapter.rank=1,2", "sweep.json"),
         ("compare bad.yaml --out out", "comparison.tasks.t.file cannot be ''"),
         ("train mixed.yaml --out out", "times apart"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -55,16 +56,51 @@ def test_what_cannot_be_told_is_one_sentence(tmp_path: Path) -> None:
             {"question": "a", "answer": "b", "input": "c", "output": "d"},
             r"'question' and 'input' may each",
         ),
-        ("completion", {"messages": "a"}, r"no column 'prompt', but 'messages': the recipe chat"),
+        ("completion", {"messages": "a"}, r"no column 'prompt', but 'messages': the recipe chat .*train chat --data"),
         (
             "chat",
-            {"question": "a", "answer": "b"},
-            r"'question' and 'answer': the recipe completion \(task\.kind: compl",
+            {"question": "a", "answer": "b", "input": "c", "output": "d"},
+            r"be the conversation; rename one",
         ),
-        ("instruction", {"input": "a", "output": "b"}, r"'input' and 'output': the recipe completion"),
+        ("completion", {"q": "a", "a": "b"}, r"name yours: --task.prompt '{q}\\n' --task.completion '{a}'"),
     ):
         with pytest.raises(UserError, match=words):
             first(tmp_path, record, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("record", "asked"),
+    [
+        ({"question": "why", "answer": "so", "id": "n"}, "why 0"),
+        ({"input": "why", "output": "so"}, "why 0"),
+        ({"instruction": "say", "context": "why", "response": "so"}, "say 0\n\nwhy 0"),
+        ({"prompt": "why", "completion": "so"}, "why 0"),
+    ],
+    ids=lambda one: "" if isinstance(one, str) else " ".join(one),
+)
+def test_a_chat_reads_pairs_as_two_turns(tmp_path: Path, record: dict, asked: str) -> None:
+    text, note = first(tmp_path, record, recipe="chat")
+    turns = {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": "so 0"}]}
+    write_jsonl(tmp_path / "turns.jsonl", [turns])
+    laid = [("data.train.files", str(tmp_path / "turns.jsonl")), ("data.holdout", "0")]
+    prepared = prepare(load_recipe("chat", [from_override(*one) for one in laid]).recipe)
+    assert text == open_backbone("flatshift-5m").tokenizer.decode(prepared.train[0].input_ids)
+    assert note.startswith("train: turns read from ") and all(name in note for name in record if name != "id")
+
+
+def test_the_command_that_an_error_prints_runs(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(tmp_path / "my rows.jsonl", [{"q": f"what is {i}?", "a": f"it is {i}"} for i in range(24)])
+    assert run(["train", "chat", "--data", "my rows.jsonl", "--out", "chat"]) == 2
+    told = capsys.readouterr().err.partition("`flatshift ")[2].partition("`")[0]
+    assert told.startswith("train completion --data ") and "--task.prompt '{q}\\n' --task.completion '{a}'" in told
+    small = ["--train.steps", "1", "--train.max_length", "32", "--train.precision", "fp32", "--train.peak_tflops", "1"]
+    assert run([*shlex.split(told), "--out", "run", "--eval.bootstrap", "10", *small]) == 0
+    write_jsonl(tmp_path / "asked.jsonl", [{"question": f"what is {i}?", "answer": f"{i}"} for i in range(24)])
+    assert run(["train", "chat", "--data", "asked.jsonl", "--out", "chat", "--eval.bootstrap", "10", *small]) == 0
+    write_jsonl(tmp_path / "open.jsonl", [{"question": "what is 3?"}])
+    assert run(["predict", "chat", "--data", "open.jsonl", "--out", "said.jsonl", "--max-new-tokens", "2"]) == 0
+    assert "what is 3?" in json.loads((tmp_path / "said.jsonl").read_text(encoding="utf-8"))["prompt"]
 
 
 def test_a_typed_escape_is_a_line_break(tmp_path: Path) -> None:

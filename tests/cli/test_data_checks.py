@@ -246,7 +246,7 @@ def test_only_what_no_form_reads_is_called_unread(form, tmp_path, capsys) -> Non
 
 def test_what_the_cells_of_a_sweep_find_is_said_once_and_what_is_refused_fails_them(folder, tmp_path, capsys) -> None:
     files = ["--data.train.files", str(folder / "classify-train.jsonl"), "--data.test.files"]
-    cells = ["--grid", "adapter.rank=1,2", "--seeds", "2", "--jobs", "1", "--stack", "2"]
+    cells = ["--grid", "adapter.rank=1,2", "--seeds", "2", "--jobs", "1"]
     given = [*files, str(folder / "classify-test.jsonl"), *CASES["classify"][1], *SMALL, *cells]
     assert run(["sweep", "classify", "--out", str(tmp_path / "some"), *given]) == 0
     console = capsys.readouterr().err

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import importlib
 import io
 import itertools
 import re
@@ -20,6 +23,7 @@ from flatshift.command_line import data_override, parse, split_overrides
 from flatshift.commands import train
 from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.resolve import shipped_recipes
+from flatshift.experiments.recipe.schema import Recipe
 from flatshift.finetune.errors import SENTENCE
 from flatshift.finetune.tasks import KINDS
 from tests.documented_forms import FORMS, ROWS, RUNS, SOURCES, Datasets, Form, Found, prepare
@@ -83,7 +87,13 @@ def runner(home: Path) -> Runner:
     return do
 
 
-@pytest.mark.parametrize("form", [*RUNS.values(), *FORMS], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(form, id=form.name, marks=[pytest.mark.slow] if form.slow else [])
+        for form in (*RUNS.values(), *FORMS)
+    ],
+)
 def test_the_form(runner: Runner, form: Form) -> None:
     found = runner(form)
     told = found.stderr.strip().splitlines()[-30:]
@@ -101,14 +111,27 @@ PAGES = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "README
 TABLE = [*RUNS.values(), *FORMS]
 WORDS = [shlex.split(form.command) for form in TABLE]
 ELSEWHERE = {
-    "--mesh.": "tests/distributed",
+    "--mesh.auto": "tests/unit/test_meshing.py",
+    "--mesh.replicate": "tests/distributed/test_launch.py",
+    "--mesh.": "tests/cli/test_mesh_contract.py",
     "--shared": "tests/cli/test_sweep_shared.py",
+    "--lease": "tests/cli/test_sweep_shared.py",
     "--processes": "tests/cli/test_select_ranks.py",
     "--merge": "tests/cli/test_sweep_command.py",
+    "--bisect": "tests/cli/test_sweep_command.py",
     "--calibrate": "tests/unit/test_plan.py",
     "--programs": "tests/cli/test_eval_samples.py",
-    "--backbone_precision": "tests/unit/test_narrow_weights.py",
+    "--train.compile": "tests/unit/test_loop_recipe.py",
     "--select.cache": "tests/cli/test_select_remote_features.py",
+    "--select.relevance.keep": "tests/cli/test_select_features.py",
+    "--harness_include": "tests/cli/test_harness.py",
+    "--llama_cpp": "tests/cli/test_hand_over.py",
+    "--outtype": "tests/cli/test_hand_over.py",
+    "--public": "tests/cli/test_hand_over.py",
+    "--bytes": "tests/cli/test_tokenizer_command.py",
+    "--held_out": "tests/cli/test_tokenizer_command.py",
+    "--hidden": "tests/cli/test_tokenizer_command.py",
+    "--layers": "tests/cli/test_tokenizer_command.py",
 }
 """Flags that want several processes, a store, minutes or namespaces: where they are followed. A beginning of a flag."""
 
@@ -134,16 +157,55 @@ def _flag(written: str) -> str:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_commands_and_flags_of_the_page_are_in_the_suite(name: str) -> None:
+    lacking = sorted(f"{verb} {flag}" for verb, flag in unknown(name) if not followed(flag))
+    assert not lacking, f"{name} names {', '.join(lacking)}: add a form to tests/documented_forms.py"
+
+
+def unknown(name: str) -> set[tuple[str, str]]:
+    """(command, flag) that a page names and no form of the suite has; of flags in its text the command is empty."""
     ours = {flag for words in WORDS for flag in flags(words)}
     anywhere = {flag for _, flag in ours}  # a recipe key is one in every command
-    lacking = []
+    found = set()
     for words in commands(PAGES[name]):
         assert words[0] in {verb for verb, *_ in WORDS}, words
-        for verb, flag in flags(words):
-            known = flag in anywhere if "." in flag else (verb, flag) in ours
-            if not known and not any(flag.startswith(_flag(begins)) for begins in ELSEWHERE):
-                lacking.append(f"{verb} {flag}")
-    assert not lacking, f"{name} names {', '.join(sorted(set(lacking)))}: add a form to tests/documented_forms.py"
+        found |= {(verb, flag) for verb, flag in flags(words) if "." not in flag or flag not in anywhere}
+    text = re.sub(r"(?ms)^ *```.*?^ *```", "", PAGES[name])
+    inside = (flag for code in re.findall(r"`([^`]+)`", text) for flag in re.findall(r"--[a-z][\w.-]*\w", code))
+    return (found - ours) | {("", flag) for flag in map(_flag, inside) if is_ours(flag) and flag not in anywhere}
+
+
+@functools.cache
+def own_flags() -> set[str]:
+    """The flags of every command's own."""
+    found = set()
+    for verb in {verb for verb, *_ in WORDS}:
+        module = importlib.import_module(f"flatshift.commands.{verb}")
+        for made in (module.Flags, getattr(module, "TrainFlags", module.Flags)):
+            found |= {f"--{field.name}" for field in dataclasses.fields(made)}
+    return found
+
+
+def is_ours(flag: str) -> bool:
+    """True of a flag of a command, or a key of recipes: pages name those of other tools too."""
+    head, dot, _ = flag.removeprefix("--").partition(".")
+    return head in {field.name for field in dataclasses.fields(Recipe)} if dot else flag in own_flags()
+
+
+def followed(flag: str) -> bool:
+    """True if the files that `ELSEWHERE` names for the flag have it, as a flag or as a key of settings."""
+    begins = next((begins for begins in ELSEWHERE if flag.startswith(_flag(begins))), None)
+    if begins is None:
+        return False
+    place = ROOT / ELSEWHERE[begins]
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    word = flag.removeprefix("--").replace(".", r"\.").replace("_", "[_-]")
+    return any(re.search(rf"(--|[\"' (]){word}\b", file.read_text(encoding="utf-8")) for file in files)
+
+
+def test_what_is_followed_elsewhere_is_documented_and_not_in_the_suite() -> None:
+    lacking = {flag for name in PAGES for _, flag in unknown(name)}
+    stale = [begins for begins in ELSEWHERE if not any(flag.startswith(_flag(begins)) for flag in lacking)]
+    assert not stale, f"no page needs {', '.join(stale)}: take it out of ELSEWHERE"
 
 
 def first_column(page: str, header: str) -> set[str]:
@@ -255,10 +317,8 @@ def test_templates_and_recipes_that_ship_are_trained() -> None:
     from flatshift.finetune.data.chat.template import shipped_templates
 
     assert set(shipped_templates()) <= given("--task.template")
-    alone = {"double-descent-rank", "double-descent-rows", "double-descent-steps", "double-descent", "detox",
-             "flat-comparison", "positive-control", "training-bump", "chat-qlora"}  # fmt: skip
-    trained = {words[1] for words in WORDS if words[0] == "train"}
-    assert set(shipped_recipes()) - alone <= trained
+    trained = {words[1] for words in WORDS if words[0] in ("train", "sweep", "compare")}
+    assert set(shipped_recipes()) <= trained
 
 
 def test_the_suite_is_large_enough() -> None:

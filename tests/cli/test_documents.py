@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from flatshift.cli import run
-from flatshift.experiments.data.splits import prepare
-from flatshift.experiments.recipe import from_mapping, from_override, load_recipe
+from flatshift.experiments.data.splits import prepare, read_splits
+from flatshift.experiments.recipe import from_mapping, from_override, load_recipe, resume_recipe
 from flatshift.finetune.data.example import IGNORE
 from flatshift.finetune.data.formats import records
 from flatshift.finetune.errors import UserError
@@ -135,6 +135,37 @@ def test_documents_go_through_the_commands(corpus: Path, capsys: pytest.CaptureF
     assert run(["select", *words, "--select.embedder.dim", "4", "--select.checks", "false"]) == 0
     chosen = [json.loads(line) for line in Path("picked/selected.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(chosen) == 3 and all(line["text"].startswith("# Note") for line in chosen)
+
+
+@pytest.mark.parametrize("breaks", ["\n\n", " "])
+def test_of_a_single_document_its_end_is_held_out(corpus: Path, capsys: pytest.CaptureFixture, breaks: str) -> None:
+    words = [f"token{i} of it" for i in range(300)]
+    whole = "".join(word + (breaks if i % 10 == 9 else " ") for i, word in enumerate(words)).strip()
+    Path("book.txt").write_text(whole, encoding="utf-8")
+    assert run(["train", "language-model", "--data", "book.txt", "--out", "one", *FAST]) == 0
+    said = capsys.readouterr().err
+    assert "data.holdout: the document is cut, 0.1 of it for dev and test from its end each" in said
+    figures = json.loads(Path("one/eval.json").read_text(encoding="utf-8"))
+    assert figures["test"]["loss"]["value"] > 0 and figures["dev"]["loss"]["value"] > 0
+    splits = read_splits(resume_recipe(corpus / "one").recipe)
+    pieces = [part[0].values["text"] for part in (splits.train, splits.dev, splits.test)]
+    assert breaks.join(pieces) == whole and [round(len(piece) / len(whole), 1) for piece in pieces] == [0.8, 0.1, 0.1]
+
+    Path("more.txt").write_text(whole.replace("token", "sign"), encoding="utf-8")
+    for files, more, counts in (
+        (["book.txt", "more.txt"], [], (2, 2, 2)),
+        (["book.txt"], ["--data.dev.files", "notes", "--data.holdout", "0.2"], (1, 15, 1)),
+    ):
+        out = f"with {len(files)}"
+        assert run(["train", "language-model", "--data", *files, *more, "--out", out, *FAST]) == 0
+        told = "data.holdout: each of 2 documents is cut" if not more else "is cut, 0.2 of it for test from its end\n"
+        assert told in capsys.readouterr().err
+        splits = read_splits(resume_recipe(corpus / out).recipe)
+        assert tuple(map(len, (splits.train, splits.dev, splits.test))) == counts
+
+    Path("short.txt").write_text("word", encoding="utf-8")
+    assert run(["train", "language-model", "--data", "short.txt", "--out", "none", *FAST]) == 2
+    assert "data.holdout: 0.1 of 1 rows" in capsys.readouterr().err
 
 
 SPLIT = ["--train.overlong", "split"]

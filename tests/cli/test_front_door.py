@@ -231,6 +231,7 @@ def test_a_mistake_is_one_line_of_at_most_300_characters(monkeypatch, capsys) ->
         (["select", "--epsilon", "x"], "--epsilon must be a number, got 'x'"),
         (["select", "--budgt", "3"], "unrecognized options: --budgt, 3 (did you mean --budget?)"),
         (["select", "--bad-rows", "drop"], "invalid choice 'drop' for argument '--bad-rows'"),
+        (["train", "chat", "--model", "gpt2"], "--model is no flag of this command; did you mean `--backbone`?"),
         (["train", "--out"], "missing value for argument '--out'"),
         (["merge"], "PATH is missing"),
         (["eval"], "eval needs a RUN_DIR or a BACKBONE"),

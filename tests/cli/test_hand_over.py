@@ -133,6 +133,18 @@ def test_gguf_has_the_vocabulary_and_the_beginning_of_training(
     assert run([*words, "--out", str(tmp_path / "wrong")]) == 2
     assert "llama.cpp's converter does not take this model: json.decoder.JSONDecodeError" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()
+    for last, sentence in (
+        (
+            "ERROR:hf-to-gguf:Model OPTForCausalLM is not supported",
+            "converter knows no OPTForCausalLM; take `flatshift",
+        ),
+        ("ValueError: Error: Missing /x/tokenizer.model", "takes this family's vocabulary from tokenizer.model alone"),
+    ):
+        (checkout / "convert_hf_to_gguf.py").write_text(
+            f"class TextModel:\n    get_vocab_base_pre = None\ndef main():\n    raise SystemExit({last!r})\n"
+        )
+        assert run([*words, "--out", str(tmp_path / "wrong")]) == 2
+        assert sentence in capsys.readouterr().err
     assert run([*words[:-1], str(tmp_path), "--out", str(tmp_path / "x")]) == 2
     assert "so it is no checkout of llama.cpp" in capsys.readouterr().err
 
@@ -143,13 +155,14 @@ def test_gguf_has_the_vocabulary_and_the_beginning_of_training(
         ({"add_bos": False}, r"begins a text with the tokens \[\], where training began it with \[1\]"),
         ({"eos": 0}, "ends a text with token 0, training with 2"),
         ({"tokens": ["a"]}, "4,096 other tokens than the tokenizer, the first at 0"),
+        ({"rows": 300}, "4,096 tokens and 300 rows of their embeddings, which llama.cpp does not load"),
     ],
 )
 def test_a_file_with_another_vocabulary_is_refused(written: Path, wrong: dict, message: str) -> None:
     recipe = resume_recipe(written).recipe
     vocabulary = open_backbone("flatshift-5m").tokenizer.get_vocab()
     told = {"tokens": sorted(vocabulary, key=vocabulary.__getitem__), "bos": 1, "eos": 2, "add_bos": True}
-    told |= {"eot": None, "eom": None}
+    told |= {"eot": None, "eom": None, "rows": 4096}
     _require_same_vocabulary(told, recipe, [2])
     with pytest.raises(UserError, match=message):
         _require_same_vocabulary(told | wrong, recipe, [2])
@@ -186,7 +199,7 @@ def test_llama_cpps_own_converter_takes_it(written: Path, tmp_path: Path, capsys
     told = "llama.cpp reads 4 prompts of the run as training did" if asked else "ask llama.cpp itself"
     said = capsys.readouterr().out
     assert told in said and max(map(float, re.findall(r"by at most ([\d.e-]+)", said))) < 1e-3
-    assert "it answers 2 prompts as the run does, and stops at token 2" in said
+    assert "it answers 2 prompts as the run does, and stops at '<eos>'" in said
 
 
 # --------------------------------------------------------------------------------------------- vLLM

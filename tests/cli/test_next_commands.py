@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from flatshift.cli import run
+from flatshift.outcome import NEW_ROWS
 from tests.data_models import byte_tokenizer, write_jsonl
 from tests.finetune_models import save_backbone
 
@@ -49,9 +50,10 @@ def recipe_of(run_directory: Path) -> dict:
     return yaml.safe_load((run_directory / "recipe.resolved.yaml").read_text(encoding="utf-8"))
 
 
-def followed(commands: list[list[str]], *more: str) -> dict[str, list[str]]:
-    """Run them all but uploads; by verb. more: smaller settings for those that train."""
+def followed(commands: list[list[str]], *more: str, rows: Path | None = None) -> dict[str, list[str]]:
+    """Run them all but uploads; by verb. more: smaller settings for those that train. rows: what a user puts in."""
     for _, *words in commands:
+        words = [str(rows) if word == NEW_ROWS else word for word in words]
         if words[0] != "push":
             assert run([*words, *(more if words[0] == "train" else ())]) == 0, words
     return {words[1]: words for words in commands}
@@ -69,6 +71,19 @@ def test_a_selection_goes_on_with_its_backbone_and_columns(home: Path, capsys, b
     assert Path(recipe["backbone"]).name == backbone and recipe["task"]["kind"] == kind
     assert recipe["data"]["columns"]["text"] == "words"
     assert recipe["data"]["train"]["files"] == [str(home / "my choice" / "selected.jsonl")]
+
+
+def test_a_selection_for_labelled_rows_goes_on_to_their_classifier(home: Path, capsys) -> None:
+    words = ["select", "--pool", "my rows.jsonl", "--target", "my rows.jsonl", "--budget", "4", "--seed", "3"]
+    assert run([*words, "--backbone", "own model", "--method", "random", "--out", "my choice"]) == 0
+    commands = printed(capsys.readouterr().err)
+    assert [words[2] for words in commands] == ["warmup", "language-model", "my choice"]
+    small = ["--warmup.steps", "1", "--warmup.batch_size", "2", "--out", "trained"]
+    followed(commands[:1], *STEP, *small)
+    recipe = recipe_of(home / "trained")
+    assert Path(recipe["backbone"]).name == "own model" and recipe["train"]["seed"] == 3
+    assert [Path(name).name for name in recipe["data"]["train"]["files"]] == ["my rows.jsonl"]
+    assert recipe["select"]["budget"] == 4 and Path(recipe["select"]["from"]).name == "my choice"
 
 
 def test_a_selection_of_a_recipe_goes_on_under_the_same_keys(home: Path, capsys) -> None:
@@ -90,7 +105,8 @@ def test_a_run_and_what_comes_after_it(home: Path, capsys) -> None:
     assert run([*words, *STEP, "--out", "my run"]) == 0
     commands = printed(capsys.readouterr().err)
     assert [words[1] for words in commands] == ["predict", "merge", "export"]
-    made = followed(commands)
+    assert commands[0][commands[0].index("--data") + 1] == NEW_ROWS, "it was trained on the only rows that it has"
+    made = followed(commands, rows=home / "my rows.jsonl")
     said = (home / made["predict"][made["predict"].index("--out") + 1]).read_text(encoding="utf-8")
     assert len(said.splitlines()) == 1 + len(ROWS)
     assert (home / "my run" / "merged" / "config.json").is_file()

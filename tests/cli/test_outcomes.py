@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -10,9 +11,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from flatshift.cli import run
+from flatshift.outcome import NEW_ROWS
+from tests.data_models import write_jsonl
 from tests.patience import HANG_S
 
 SMALL = "--train.steps 4 --train.batch_size 4 --train.max_length 32 --train.max_cut 1 --train.threads 1 "
@@ -29,6 +33,9 @@ def test_a_training_ends_with_its_figures_and_with_commands_that_run(tmp_path: P
     monkeypatch.chdir(tmp_path)
     assert run(["train", "classify", *SMALL.split(), "--out", "a run"]) == 0
     lines, commands = ending(capsys)
+    assert sum("epoch" in line for line in lines) == 1 and "4 steps: 0.40 epochs of 40 rows" in lines
+    (told,) = [line for line in lines if line.startswith("  about ")]
+    assert re.fullmatch(r"  about [\d.]+ \w+: 4 updates of [\d.]+ \w+, one row was timed", told)
     (row,) = [line.split() for line in lines[-3:] if line.startswith("test")]
     cell = json.loads(Path("a run/eval.json").read_text())["test"]
     assert row[:2] == ["test", "accuracy"] and row[-1] == str(cell["accuracy"]["n"])
@@ -49,11 +56,60 @@ def test_a_sweep_ends_with_its_verdict_and_asks_for_more_seeds_where_it_is_undec
     words = ["classify", *SMALL.split(), "--grid", "adapter.rank=1,2,4", "--seeds", "1", "--out", out]
     assert run(["sweep", *words]) == 0
     lines, commands = ending(capsys)
-    assert any(line.startswith("lowest test error") for line in lines[-3:])
+    assert any(line.startswith("lowest test error") for line in lines[-4:])
+    floors = pq.read_table(f"{out}/cells.parquet").column("test.majority_floor").to_pylist()
+    (floor,) = [line for line in lines if line.startswith("majority floor")]
+    assert float(floor.split()[-1]) == pytest.approx(1 - sum(floors) / len(floors), abs=1e-3)
     assert commands[-1] == ["flatshift", "report", out]
     assert any(line.startswith("verdict") and line.endswith("undecided") for line in lines)
     assert commands[0][:3] == ["flatshift", "sweep", "classify"] and commands[0][-2:] == ["--seeds", "5"]
     assert commands[0].count("--seeds") == 1
+
+
+def test_conversations_are_judged_beside_the_backbone_alone(tmp_path: Path, capsys) -> None:
+    talks = [[{"role": "user", "content": f"Is it {i}?"}, {"role": "assistant", "content": f"{i}."}] for i in range(20)]
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": turns} for turns in talks])
+    small = SMALL.replace("--data.train.limit 40 --data.dev.limit 20 --data.test.limit 30 ", "").split()
+    small = [*small[2:], "--train.epochs", "1"]
+    assert run(["train", "chat", "--data", str(rows), *small, "--out", str(tmp_path / "run")]) == 0
+    lines, commands = ending(capsys)
+    assert [line.split()[1] for line in lines if "one epoch of 16 rows" in line] == ["steps:"]
+    held = [line for line in lines if line.startswith("test, backbone alone  perplexity  ")]
+    assert len(held) == 1 and commands[1][3:5] == ["--data", NEW_ROWS]
+
+
+def test_two_runs_are_told_apart_by_paired_rows_and_a_sentence(tmp_path: Path, capsys) -> None:
+    for rank in ("1", "2"):
+        words = ["train", "classify", *SMALL.split(), "--adapter.rank", rank, "--out", str(tmp_path / rank)]
+        assert run(words) == 0
+    capsys.readouterr()
+    assert run(["report", str(tmp_path / "1"), str(tmp_path / "2"), "--out", str(tmp_path / "page.html")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].split() == ["test", "run", "value", "minus", "1"]
+    assert "A difference is that of the same 30 rows, drawn together." in lines[-2]
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert lines[-1] in page
+
+
+def test_a_forecast_names_no_rank_below_1(tmp_path: Path, capsys) -> None:
+    rows = [{"text": f"is my card number {i} here", "label": ("card", "loss")[i % 2]} for i in range(30)]
+    words = ["forecast", "classify", "--data", str(write_jsonl(tmp_path / "rows.jsonl", rows)), "--ranks", "1", "2"]
+    words += ["--draws", "2", "--more", "20", "--train.max_length", "24", "--out", str(tmp_path / "out")]
+    assert run(words) == 0
+    said = "".join(capsys.readouterr())
+    assert "the ranks 1 to 2 never cross the threshold, all of them fit the labels" in said
+    assert "ranks below" not in said and "it lies higher" in said
+
+
+def test_a_plan_says_which_machine_was_taken_and_where_it_is_written(tmp_path: Path, capsys) -> None:
+    out = tmp_path / "plan.json"
+    for words, stands in (([], True), (["--gpus", "1xH100-80"], False), (["--json"], True)):
+        assert run(["plan", "language-model", "--train.epochs", "null", "--train.steps", "9", *words]) == 0
+        said = capsys.readouterr()
+        assert ("note: planned for 1xH100-80, as no --gpus is given; --gpus here" in said.err) == stands
+        assert "--json" not in words or json.loads(said.out)["cluster"] == "1 × H100-80"
+    assert run(["plan", "language-model", "--train.epochs", "null", "--train.steps", "9", "--out", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(out) and out.is_file()
 
 
 def test_a_selection_ends_with_its_first_choices(tmp_path: Path, capsys) -> None:

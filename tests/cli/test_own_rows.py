@@ -130,6 +130,16 @@ def test_copies_are_known_in_every_form_of_rows(records: list[dict], tmp_path: P
     assert [len(numbers) for numbers in places] == [8, 1, 1] and len(set().union(*places)) == 10
 
 
+def test_single_answers_are_held_out_by_their_label_and_have_room(tmp_path: Path) -> None:
+    rows = [{"prompt": f"ask {i}", "completion": f"answer {i}", "label": i % 4 != 0} for i in range(100)]
+    given = {"data.train.files": [str(write_jsonl(tmp_path / "rows.jsonl", rows))], "task.loss": "kto"}
+    recipe = load_recipe("preference", [from_mapping(given)]).recipe
+    splits = read_splits(recipe)
+    assert [sum(row.values["label"] for row in part) for part in (splits.train, splits.dev, splits.test)] == [60, 8, 7]
+    assert [len(part) for part in (splits.train, splits.dev, splits.test)] == [80, 10, 10]
+    assert recipe.train.max_length == 1024
+
+
 def test_too_few_texts_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     path = str(write_jsonl(tmp_path / "rows.jsonl", [{"text": f"t {i % 2}", "label": "ab"[i % 2]} for i in range(40)]))
     assert run(["train", "classify", "--data", path, "--out", str(tmp_path / "out")]) == 2

@@ -125,6 +125,36 @@ def test_a_kill_loses_no_part_and_another_run_is_refused(
     assert "exists" in capsys.readouterr().err
 
 
+def test_rows_with_other_columns(
+    trained: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`predict`, `eval` and their next lines take the columns of the rows, and what becomes of bad ones."""
+    out = trained(*CLASSIFY)
+    data = write(tmp_path / "new.jsonl", [{"body": row["text"], "kind": row["label"]} for row in ROWS] + [{"body": 7}])
+    said = tmp_path / "said.jsonl"
+    words, named = ["predict", str(out), "--data", str(data), "--out", str(said)], ["--data.columns.text", "body"]
+    assert run(words) == 2 and "(set data.columns.text)" in capsys.readouterr().err
+    assert run([*words, *named]) == 2 and "new.jsonl:25: column 'body' is a int" in capsys.readouterr().err
+    assert run([*words, *named, "--data.bad_rows", "skip", "--bad-rows", "refuse"]) == 2
+    assert "--bad-rows" in capsys.readouterr().err
+    named += ["--data.columns.label", "kind", "--data.bad_rows", "skip"]
+    assert run([*words, *named]) == 0
+    told = capsys.readouterr().err
+    assert "skipped 1 bad rows" in told and f"eval {out} --data {data} {' '.join(named)}" in told
+    assert [json.loads(line)["text"] for line in said.read_text(encoding="utf-8").splitlines()] == [
+        row["text"] for row in ROWS
+    ]
+    judge = ["eval", str(out), "--data", str(data), "--json"]
+    assert run(judge) == 2 and "(set data.columns.text)" in capsys.readouterr().err
+    assert run([*judge, *named]) == 0
+    alone = json.loads(capsys.readouterr().out)["data"]["accuracy"]
+    assert alone["n"] == len(ROWS)
+    assert run([*judge, *named, "--group-by", "kind"]) == 0
+    assert json.loads(capsys.readouterr().out)["figures"][str(out)]["data"]["accuracy"]["value"] == alone["value"]
+    assert run(["eval", str(out), *named]) == 2
+    assert "`flatshift eval RUN --data FILE` judges other rows, and takes this" in capsys.readouterr().err
+
+
 def test_rows_that_nobody_can_count(
     trained: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

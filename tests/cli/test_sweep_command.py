@@ -90,7 +90,7 @@ def test_grid_may_change_and_no_cell_runs_twice(
     assert marker["format"] == 2 and marker["grid"] == {"adapter.rank": ["1", "4", "16"]}
     assert (marker["design"], marker["seeds"], marker["cells"]) == ("grid", 2, 6)
     result = json.loads(next(out.glob("cells/*/result.json")).read_text(encoding="utf-8"))
-    assert result["stacked"] is None and len(result["code"]) == 12 and result["flatshift"] == marker["flatshift"]
+    assert len(result["code"]) == 12 and result["flatshift"] == marker["flatshift"]
 
 
 def test_recipe_says_design_and_flags_win(cheap: Sweep, tmp_path: Path) -> None:
@@ -234,7 +234,6 @@ def test_directory_of_something_else(cheap: Sweep, tmp_path: Path, capsys: pytes
         (["--design", "random", "--points", "1000000000"], "--max-cells"),
         (["--max-cells", "1"], "--max-cells"),
         (["--seeds", "2", "--train.seed", "9223372036854775807"], "--seeds 2: from train.seed"),
-        (["--stack", "none"], "--stack"),
         (["--devices", "tpu"], "--devices"),
         (["--design", "paired", "--grid", "adapter.rank=1,2", "train.steps=1"], "adapter.rank 2, train.steps 1"),
         (["--points", "3"], "--design random"),

@@ -60,6 +60,9 @@ def test_the_command_with_parity_and_a_page(tmp_path, capsys):
     assert any("not" in note and "parallel" in note for note in found["notes"])
     assert "parity to en" in (out / "report.html").read_text()
     assert run(["report", str(out), "--out", str(tmp_path / "again.html")]) == 0
+    capsys.readouterr()
+    assert run(["tokenizer", "flatshift-5m", "--data", str(data), "--out", str(tmp_path / "told")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "told" / "report.html")
 
 
 @pytest.mark.parametrize(

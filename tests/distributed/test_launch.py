@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -164,6 +165,33 @@ def under_torchrun(
     flags = [word for key, value in (SHORT | settings).items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "flatshift", "train", "classify"]
     return subprocess.Popen([*before, *command, "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
+
+
+def test_the_first_sigterm_ends_an_evaluation_on_a_mesh(tmp_path: Path) -> None:
+    """Of a command that starts two ranks itself: code 3, nobody left behind, and the run is evaluated later."""
+    out = tmp_path / "run"
+    settings = SHORT | {"mesh.dp": 2, "train.steps": 2, "data.test.limit": 301, "eval.batch_size": 1}
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "flatshift", "train"]
+    process = subprocess.Popen([*command, "classify", "--out", str(out), *flags], stderr=subprocess.PIPE, text=True)
+    while not (out / "adapter").exists():  # it is written when the evaluation begins
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    ranks = [pid for pid in (int(p.name) for p in Path("/proc").glob("[0-9]*")) if parent_of(pid) == process.pid]
+    process.terminate()
+    said = process.communicate(timeout=HANG_S)[1]
+    assert process.returncode == 3, said
+    assert len(ranks) == 2 and not any(map(runs, ranks))
+    (line,) = [line for line in said.splitlines() if line.startswith("flatshift: ") and "stopping" not in line]
+    assert re.match(r"flatshift: interrupted: evaluating (dev|test) stopped after \d+ of \d+ rows; ", line)
+    assert f"`flatshift train --resume {out}` goes on" in line
+    assert "SIGTERM: stopping" in said and not (out / "eval.json").exists() and not (out / "done.json").exists()
+    steps = (out / "metrics.jsonl").read_bytes()
+    again = [*command, "--resume", str(out), "--eval.batch_size", "32"]
+    done = subprocess.run(again, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "eval.json").read_text(encoding="utf-8"))["test"]["loss"]["n"] == 301
+    assert (out / "metrics.jsonl").read_bytes() == steps, "nothing was trained"
 
 
 def test_torchrun_restarts_into_the_same_run(tmp_path: Path) -> None:

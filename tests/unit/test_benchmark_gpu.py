@@ -43,7 +43,6 @@ COVERING = [
     "parity/gotd-dense",
     "parity/resume-fp32",
     "transport/10m",
-    "stacked/64",
     "nf4/learnt",
     "nf4/1b",
 ]
@@ -90,7 +89,7 @@ def test_every_measurement_of_the_plan_is_tried_and_named_once():
     smoke = [name for name in MEASUREMENTS if name.startswith("smoke/")]
     assert names[: len(smoke)] == smoke and sum(MEASUREMENTS[name].seconds for name in smoke) <= 60
     ideas = list(dict.fromkeys(name.split("/")[0] for name in names))
-    assert ideas == ["smoke", "parity", "peak", "speed", "regularizer", "transport", "nf4", "stacked"]
+    assert ideas == ["smoke", "parity", "peak", "speed", "regularizer", "transport", "nf4"]
     rows = [row.what + str(row.peer_name) for m in MEASUREMENTS.values() for row in m.rows]
     assert len(set(rows)) == len(rows)
 

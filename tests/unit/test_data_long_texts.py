@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from flatshift.finetune.data import encoding
 from flatshift.finetune.data.encoding import encode
 from flatshift.finetune.data.rows import Row
-from flatshift.finetune.tasks import Classify, Completion, LanguageModel, MaskedLM, Preference, Seq2Seq
+from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Seq2Seq
 from flatshift.finetune.tasks.base import BaseTask
 
 LENGTH = 16
@@ -89,6 +89,13 @@ TOKENIZERS = {
         splitter=pre_tokenizers.Metaspace(prepend_scheme="first"),
     ),
     "BERT's": lambda: wordpiece(normalizer=normalizers.BertNormalizer(), splitter=pre_tokenizers.BertPreTokenizer()),
+    "one sign for many": lambda: bpe(
+        normalizer=normalizers.Sequence(
+            [normalizers.NFKD(), normalizers.Replace("e", "everywhere e "), normalizers.Replace(Regex(r"\d+"), "")]
+        ),
+        splitter=pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ),
+    "one sign of all": lambda: bpe(normalizer=normalizers.Replace(Regex(r"[^<>|\s/]"), "a")),
     "looks far ahead": lambda: bpe(
         normalizer=normalizers.Replace(Regex(r"a(?=[^z]{0,200}é)"), "b"), splitter=pre_tokenizers.Whitespace()
     ),
@@ -136,6 +143,86 @@ def test_what_is_kept_is_that_of_the_whole(tokenizer: PreTrainedTokenizerFast, n
     )  # fmt: skip
     assert whole.at_least is None and cut.at_least is not None
     assert LENGTH < cut.at_least <= max(cut.lengths) <= max(whole.lengths)
+
+
+def talks() -> list[Row]:
+    """Conversations that are long in a question, an answer, many turns, or the last of them."""
+    rows = []
+    for name, text in texts().items():
+        asked, said = ({"role": role, "content": "short words"} for role in ("user", "assistant"))
+        long = [{"role": role, "content": text} for role in ("user", "assistant")]
+        forms = {
+            "question": [long[0], said],
+            "answer": [asked, long[1]],
+            "turns": [{**turn, "content": text[:500]} for turn in [asked, said] * 6],
+            "last": [asked, said, asked, long[1]],
+            "middle": [asked, said, long[0], said, asked, said],
+        }
+        for form, turns in forms.items():
+            values = {"messages": turns, "prompt": turns[:-1], "chosen": turns[-1:], "rejected": [said]}
+            rows.append(Row(values, f"{name} {form}", f"rows:{len(rows) + 1}", values))
+    return rows
+
+
+TALKS: dict[str, BaseTask] = {
+    "chat": Chat(max_truncated=1.0, max_unsupervised=1.0),
+    "last turn": Chat(turns="last", score="generate", max_truncated=1.0, max_unsupervised=1.0),
+    "edge in a token": Chat(template="EDGE", max_truncated=1.0, max_unsupervised=1.0),
+    "pairs": Preference(chat=True),
+}
+EDGE = (
+    "{% for m in messages %}{% if m.role == 'user' %}Q {{ m.content }}{% else %} A:{{ m.content }}{{ eos_token }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %} A:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_conversations_are_kept_as_those_of_the_whole(
+    tokenizer: PreTrainedTokenizerFast, name: str, monkeypatch, tmp_path
+) -> None:
+    task = TALKS[name]
+    if name == "edge in a token":
+        (tmp_path / "edge.jinja").write_text(EDGE)
+        task = task.replace(template=str(tmp_path / "edge.jinja"))
+    found, said = {}, {}
+    for called, least in {"cut": 64, "whole": 1 << 40}.items():
+        monkeypatch.setattr(encoding, "_CHARACTERS", least)
+        encoder = task.encoder(tokenizer, 32, bad_rows="skip")
+        found[called] = encoder.add(talks())
+        counts = encoder.counts if isinstance(task, Chat) else encoder._chat.counts
+        said[called] = {name: getattr(counts, name) for name in ("rows", "bad", "samples", "supervised", "in_pieces")}
+        if isinstance(task, Chat):
+            said[called] |= {"cut_answers": counts.cut_answers, "unsupervised": counts.unsupervised}
+    cut, whole = found["cut"], found["whole"]
+    assert cut.examples == whole.examples
+    if any("reaches over the edge" in one for one in whole.skipped):  # perhaps at an edge that nobody looks at any more
+        return
+    assert cut.skipped == whole.skipped and cut.truncated == whole.truncated
+    assert cut.cut_answers == whole.cut_answers
+    if isinstance(task, Chat):
+        assert said["cut"] == said["whole"]
+    assert whole.at_least is None and (cut.at_least is None or max(cut.lengths) <= max(whole.lengths))
+
+
+def test_little_of_a_long_conversation_is_tokenised(monkeypatch) -> None:
+    from flatshift.finetune.data.chat.tokens import TokenMap
+
+    sizes: list[int] = []
+    batch = TokenMap._batch
+
+    def counted(self: Any, given: list[str]) -> Any:
+        sizes.extend(map(len, given))
+        return batch(self, given)
+
+    monkeypatch.setattr(TokenMap, "_batch", counted)
+    long, short = "some words of it " * 400_000, "yes"
+    for turns in ([long, short], [short, long], [short, short, long, short]):
+        roles = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(turns)]
+        row = Row({"messages": roles}, "a", "rows:1")
+        encoder = Chat().encoder(TOKENIZERS["GPT-2's"](), LENGTH)
+        found = encoder.add([row])
+        assert found.truncated == 1 and found.at_least is not None and sum(sizes) < 8 * (1 << 14)
+        sizes.clear()
 
 
 def test_little_of_a_long_text_is_tokenised(monkeypatch) -> None:

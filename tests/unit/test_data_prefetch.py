@@ -159,13 +159,12 @@ def test_a_cpu_asks_its_batches_itself():
     assert not said
 
 
-def test_stacked_cells_and_pipelines_ask_their_batches_themselves(rehearsed):
+def test_a_pipeline_asks_its_batches_itself(rehearsed):
     batches, said = batches_of(LanguageModel()), []
-    for name, value in (("keeps", False), ("runner", object())):
-        engine = Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(CPU))
-        setattr(engine, name, value)
-        with with_prefetch(batches, engine, train=Train(), say=said.append) as source:
-            assert source is batches
+    engine = Engine(torch.nn.Linear(1, 1), ProcessMesh.alone(CPU))
+    engine.runner = object()
+    with with_prefetch(batches, engine, train=Train(), say=said.append) as source:
+        assert source is batches
     assert not rehearsed and not said
 
 

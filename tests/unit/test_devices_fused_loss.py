@@ -169,12 +169,6 @@ def test_a_cpu_is_asked_nothing(tmp_path, source):
     assert found is None and not said and not (tmp_path / RECORD).exists()
 
 
-def test_a_cell_of_a_stack_is_asked_nothing(tmp_path, source, on_cuda, monkeypatch):
-    monkeypatch.setattr(Engine, "keeps", False)
-    found, said = choose(source, tmp_path, {"whole": whole})
-    assert found is None and not said and not (tmp_path / RECORD).exists()
-
-
 def test_half_precision_has_its_own_rounding(source):
     generator = torch.Generator().manual_seed(0)
     linear = torch.nn.Linear(32, 500, bias=True).requires_grad_(False)

@@ -142,15 +142,11 @@ def test_a_dev_evaluation_is_named(tmp_path, source, monkeypatch):
         fit(engine_of(source), tmp_path / "run", dev=[object()], eval_every=3)
 
 
-def test_other_errors_and_cells_of_a_stack_pass(tmp_path, source):
+def test_other_errors_pass(tmp_path, source):
     engine = engine_of(source)
     engine.breaks_in, engine.error = 1, RuntimeError("a bug")
     with pytest.raises(RuntimeError, match=r"^a bug$"):
         fit(engine, tmp_path / "bug")
-    engine = engine_of(source)
-    engine.breaks_in, engine.keeps = 1, False
-    with pytest.raises(torch.OutOfMemoryError):
-        fit(engine, tmp_path / "cell")
 
 
 def plan_of(**causes):

@@ -16,7 +16,6 @@ from flatshift.experiments.results.run import read_metrics
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Spikes, Tracker, Train
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import SPIKE, RunDirectory
-from flatshift.finetune.stacked.limits import refusal
 from flatshift.finetune.tasks import Classify, LanguageModel
 
 TEXT = """
@@ -91,8 +90,6 @@ def test_what_cannot_be_done_is_refused_before_anything_runs(monkeypatch: pytest
         refuse_in_study(dataclasses.replace(base, train=compiled))
     with pytest.raises(UserError, match=r"adapter\.projector: a study's cells encode their rows without features"):
         refuse_in_study(dataclasses.replace(base, adapter=Adapter(soft_tokens=1, projector=Projector())))
-    for train, says in ((compiled, "train.compile"), (Train(spikes=Spikes()), "train.spikes")):
-        assert (refusal(base.task, base.adapter, train, base.regularizer) or "").startswith(says)
 
 
 def test_both_readers_forget_what_a_spike_undid(tmp_path: Path) -> None:

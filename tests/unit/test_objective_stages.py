@@ -1,4 +1,4 @@
-"""Stages of the new objectives: resumed with the same bits, stacked with the same numbers, refused in a sentence."""
+"""Stages of the new objectives: resumed with the same bits, refused in a sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from flatshift.experiments.recipe import from_override, load_recipe
 from flatshift.experiments.recipe.rules import check_recipe
 from flatshift.experiments.recipe.schema import warm_up_task
-from flatshift.experiments.studies.stack import stackable
 from flatshift.finetune.adapters.adapter import attach_adapter, trainable
 from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
 from flatshift.finetune.data.batches import TrainingDataLoader
@@ -22,12 +21,8 @@ from flatshift.finetune.errors import Interrupted, UserError
 from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import METRICS, RunDirectory, read_metrics
-from flatshift.finetune.stacked.host import Host
-from flatshift.finetune.stacked.together import cell_engine
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress
 from flatshift.finetune.train.loop import TrainingStage, train_stage
-from flatshift.finetune.train.stage import ForwardBackward
-from flatshift.finetune.train.throughput import ThroughputMeter
 from flatshift.finetune.train.trace.examples import per_example
 from flatshift.regularizers import Plain, build
 from tests.data_models import text_rows
@@ -93,46 +88,6 @@ def test_a_stage_resumes_with_the_same_bits(name, source, tmp_path):
     assert len(dev) == 2 and all(("accuracy" in line) == (name == "sets") for line in dev)
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_a_stack_computes_what_each_cell_does_alone(name, source):
-    """Cells of unlike rows and widths; loss and gradients of one update."""
-    task = TASKS[name]
-    backbone = load_backbone(source, task=task, **names_of(task))
-    cells = [dict(seed=seed, rows=rows) for seed, rows in ((0, 4), (1, 4), (2, 3))]
-    alone = []
-    for cell in cells:
-        model = attach_adapter(load_backbone(source, task=task, **names_of(task)), Adapter(rank=4), task=task, seed=0)
-        scatter(model, seed=cell["seed"])
-        batches = batches_of(task, accumulate=1, **cell)
-        from flatshift.finetune.parallel.engine import Engine
-
-        engine = Engine.alone(model)
-        head = engine.find_head(batches.at(0)[0].inputs, task=task)
-        loss = engine.forward_backward(
-            batches.at(0), batches.supervised(0), task=task, head=head, context=lambda index: torch.enable_grad()
-        )
-        alone.append((loss.item(), {n: p.grad.clone() for n, p in trainable(model).items() if p.grad is not None}))
-    engines = []
-    for cell in cells:
-        engines.append(cell_engine(backbone, Adapter(rank=4), task=task, train=Train(seed=0)))
-        scatter(engines[-1].model, seed=cell["seed"])
-    host = Host(backbone, engines, task=task, pad_id=0)
-    with host:
-        asked = {}
-        for seat, cell in enumerate(cells):
-            batches = batches_of(task, accumulate=1, **cell)
-            head = engines[seat].find_head(batches.at(0)[0].inputs, task=task)
-            meter = ThroughputMeter(engines[seat], peak_tflops=None)
-            plain = lambda index: torch.enable_grad()  # noqa: E731
-            asked[seat] = ForwardBackward(engines[seat], task, batches.at(0), batches.supervised(0), head, plain, meter)
-        losses = host.compute(asked)
-    for seat, (loss, grads) in enumerate(alone):
-        assert losses[seat].item() == pytest.approx(loss, rel=1e-5)
-        for key, expected in grads.items():
-            got = engines[seat].parameters[key].grad
-            assert (got - expected).norm() <= 1e-4 * expected.norm() + 1e-7, key
-
-
 def test_recorded_are_losses_and_wrong_sets_of_each_row(source):
     task = TASKS["sets"]
     model = scatter(
@@ -177,9 +132,3 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(settings, say
     with pytest.raises(UserError) as refused:
         check_recipe(made)
     assert says in str(refused.value)
-
-
-def test_cells_of_these_tasks_may_share_a_backbone():
-    for task in ("regress", "masked-lm"):
-        made = load_recipe("classify", [from_override("task", task), from_override("regularizer", "plain")]).recipe
-        assert stackable(made) is None

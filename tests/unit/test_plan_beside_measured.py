@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -37,10 +38,10 @@ def test_the_log_tells_both(tmp_path, capsys):
     assert "peak: " in said and "padding: " in said
     before, after = said.index("plan: "), said.index("memory of an update ")
     assert before < after and "predicted" in said[after:] and "the process grew by " in said
-    assert "an update not predicted on this device, " in said
+    assert re.search(r"an update [\d.e-]+ s predicted, [\d.e-]+ s measured", said)
     plan = json.loads((out / "stages" / "fine-tune" / "done.json").read_text(encoding="utf-8"))["plan"]
     assert plan["predicted"] == sum(plan["bytes"][name] for name in ("gradients", "activations", "work", "regularizer"))
-    assert plan["what"] == "growth" and plan["measured"] > 0 and plan["measured_s"] > 0 and plan["predicted_s"] is None
+    assert plan["what"] == "growth" and plan["measured"] > 0 and plan["measured_s"] > 0 and plan["predicted_s"] > 0
     found = [section for section in training_sections(discover([out])[0]) if section.title == "Predicted and measured"]
     bars, notes = found[0].blocks
     assert isinstance(bars, Bars) and [name for name, _, _ in bars.items] == [
@@ -159,7 +160,7 @@ def test_a_known_device_has_its_time_predicted(monkeypatch, tmp_path):
     about = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=85 * GB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     train = Train(precision="bf16", max_length=64)
-    found = workflow._update_seconds(recipe, recipe.task, train, engine)
+    found = workflow._update_seconds(recipe, recipe.task, train, engine, None)
     assert found is not None and 0 < found < 1
     about.name = "Somebody's accelerator"
-    assert workflow._update_seconds(recipe, recipe.task, train, engine) is None
+    assert workflow._update_seconds(recipe, recipe.task, train, engine, None) is None

@@ -8,7 +8,6 @@ from flatshift.experiments.recipe.rules import CELL_RULES, RULES, SPLIT_RULES, c
 from flatshift.experiments.recipe.schema import Recipe, Select, WarmUp
 from flatshift.finetune.config import Adapter, Mesh, Optimizer, Projector, Record, Source, Spikes, Tracker, Train
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.stacked.limits import REASONS
 from flatshift.finetune.tasks import Completion, LanguageModel
 from flatshift.regularizers.config import SAM
 from flatshift.selection.config import KNN, GotD
@@ -88,4 +87,4 @@ def test_a_cell_has_no_epochs():
 
 
 def test_sentences_are_short():
-    assert all(len(rule.says) <= 300 for rule in (*RULES, *CELL_RULES, *SPLIT_RULES, *REASONS))
+    assert all(len(rule.says) <= 300 for rule in (*RULES, *CELL_RULES, *SPLIT_RULES))

@@ -11,7 +11,7 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.chapters.study import contrasts, study_finding
 from flatshift.experiments.report.figure import PALETTE, RAMP, Canvas, colour, ramp, spread
 from flatshift.experiments.results.run import read_run
-from flatshift.experiments.select.projection import project
+from flatshift.experiments.select.outputs import project
 from tests import report_runs
 
 

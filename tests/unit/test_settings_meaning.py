@@ -66,7 +66,7 @@ TAKEN = {
 def test_no_flag_takes_what_is_no_number() -> None:
     import importlib
 
-    begin = {"sweep": ["r.yaml"], "forecast": ["r.yaml"], "compare": ["r.yaml"], "watch": ["d"], "predict": ["d"]}
+    begin = {"sweep": ["r.yaml"], "forecast": ["r.yaml"], "compare": ["r.yaml"], "predict": ["d"]}
     begin |= {"eval": ["d"], "chat": ["d"], "serve": ["d"], "generate": ["d"]}
     wrong = []
     for command, flag, value in _flags():

@@ -17,9 +17,9 @@ from flatshift.experiments.recipe import load_recipe
 from flatshift.experiments.recipe.studies import SweepOptions
 from flatshift.experiments.results.cells import RESULT, read_result
 from flatshift.experiments.run.console import Console
-from flatshift.experiments.studies import queue, run_cells
-from flatshift.experiments.studies.cell import Cell, Result, finish_cell
-from flatshift.experiments.studies.devices import DevicePlacement, choose_devices, memory_of, on_cuda, place
+from flatshift.experiments.studies import run_cells
+from flatshift.experiments.studies.cell import Result, finish_cell
+from flatshift.experiments.studies.devices import DevicePlacement, choose_devices, on_cuda, place
 from flatshift.experiments.studies.directory import await_orphans, results_of, stale, study_lock
 from flatshift.experiments.studies.progress import CellProgress, CostModel, work_of
 from flatshift.experiments.studies.sweep import sweep
@@ -72,29 +72,15 @@ def test_no_cell_is_lost_and_none_runs_twice_while_workers_die(tmp_path: Path) -
     assert Counter(starts(tmp_path)) == tries, "finished cells ran again"
 
 
-def test_stack_with_a_killer_is_halved_until_the_killer_is_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cells = cells_that(["ok", "ok", "die", "ok"])
-    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
-    run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=behave, stack=None)
-    found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
-    assert [r["status"] for r in found if r] == ["done", "done", "failed", "done"]
-    assert Counter(starts(tmp_path))[cells[2].key] == 4  # with three others, with one, and alone twice
-
-
-def test_a_worker_that_is_told_to_stop_gives_back_what_it_has_not_finished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cells = cells_that(["ok", "stop late once", "ok"])
-    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
-    run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=behave, stack=None)
+def test_a_worker_that_is_stopped_gives_back_its_cell(tmp_path: Path) -> None:
+    cells = cells_that(["ok", "stop once", "ok"])
+    run_cells(tmp_path, cells, DevicePlacement(2), QUIET, run=behave)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
     assert [r["status"] for r in found if r] == ["done"] * 3
-    assert Counter(starts(tmp_path)) == {cells[0].key: 1, cells[1].key: 2, cells[2].key: 2}
+    assert Counter(starts(tmp_path)) == {cells[0].key: 1, cells[1].key: 2, cells[2].key: 1}
 
 
-def test_unit_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
+def test_a_cell_that_comes_back_goes_to_an_idle_worker(tmp_path: Path) -> None:
     cells = cells_that(["ok", "ok", "die late once"])
     run_cells(tmp_path, cells, DevicePlacement(3), QUIET, run=behave)
     found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
@@ -110,90 +96,6 @@ def test_a_cuda_device_has_processes_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert not on_cuda(DevicePlacement(1, ("cpu",)), cells)
     monkeypatch.setattr(devices, "_cuda_devices", lambda: ([], None))
     assert not on_cuda(DevicePlacement(1), cells)
-
-
-def test_units_are_narrow_enough_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatshift.experiments.studies import stack as stacking
-
-    asked: list[int] = []
-
-    def stacks(cells: list, *, width: int, memory: int) -> list:
-        asked.append(width)
-        assert 0 < memory < 1 << 50
-        return [stacking.Stack(tuple(cells[i : i + width])) for i in range(0, len(cells), width)]
-
-    monkeypatch.setattr(stacking, "stacks", stacks)
-    cells = cells_that(["ok"] * 10)
-    assert [len(unit) for unit in queue.units_of(cells, DevicePlacement(4), stack=None)] == [3, 3, 3, 1]
-    assert [len(unit) for unit in queue.units_of(cells, DevicePlacement(1), stack=2)] == [2] * 5
-    assert [len(unit) for unit in queue.units_of(cells, DevicePlacement(4), stack=1)] == [1] * 10
-    assert asked == [3, 2]
-
-
-def test_stack_that_is_refused_says_so_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatshift.experiments.studies import stack as stacking
-
-    cells = cells_that(["ok"] * 5)
-    reasons = [None, "adapter.dora: x", "mesh: y", "adapter.dora: x", None]
-    found = [stacking.Stack((cell,), reason) for cell, reason in zip(cells, reasons, strict=True)]
-    monkeypatch.setattr(stacking, "stacks", lambda cells, **_: found)
-    lines: list[str] = []
-    assert len(queue.units_of(cells, DevicePlacement(1), stack=8, say=lines.append)) == 5
-    assert lines == ["2 cells run alone: adapter.dora: x", "1 cell runs alone: mesh: y"]
-    lines.clear()
-    queue.units_of(cells, DevicePlacement(1), stack=1, say=lines.append)
-    assert lines == []
-
-
-def test_stacks_that_fall_apart_say_so_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(out: Path, unit: tuple[Cell, ...], threads: int | None) -> bool:
-        for cell in unit:
-            finish_cell(out / "cells" / cell.key, cell, Result("done", alone="a layer is odd"))
-        return True
-
-    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some[:2]), tuple(some[2:])])
-    console, lines = spoken()
-    run_cells(tmp_path, cells_that(["ok"] * 4), DevicePlacement(1), console, run=run, stack=None)
-    assert [line for line in lines if "odd" in line] == ["2 cells of a stack ran alone: a layer is odd"]
-    assert "a layer is odd" in (tmp_path / "log.txt").read_text(encoding="utf-8")
-
-
-def test_stack_without_memory_is_halved_and_singles_run_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatshift.experiments.studies import queue as worker
-    from flatshift.experiments.studies import stack as stacking
-
-    def run_stack(directories: list[Path], cells: list[Cell], threads: int | None) -> None:
-        if len(cells) > 2:
-            raise RuntimeError("CUDA out of memory")
-        for directory, cell in zip(directories, cells, strict=True):
-            finish_cell(directory, cell, Result("done", stacked=len(cells)))
-
-    def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
-        finish_cell(directory, cell, Result("done"))
-        return True
-
-    monkeypatch.setattr(stacking, "stacks", lambda cells, **_: [stacking.Stack(tuple(cells))])
-    monkeypatch.setattr(stacking, "run_stack", run_stack)
-    monkeypatch.setattr(worker, "run_cell", run_cell)
-    cells = cells_that(["ok"] * 3)
-    run_cells(tmp_path, cells, DevicePlacement(1, ("cpu",)), QUIET, stack=None)
-    found = [read_result(tmp_path / "cells" / cell.key) for cell in cells]
-    assert [result["stacked"] for result in found if result] == [2, 2, None]
-    log = (tmp_path / "log.txt").read_text(encoding="utf-8")
-    assert "a stack of 3 cells failed: out of memory" in log and log.count(" start ") == 6
-
-
-def test_workers_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flatshift.finetune.planner import devices
-
-    monkeypatch.setattr(devices, "_machine_memory", lambda: 1200)
-    monkeypatch.setattr(devices, "_process_limit", lambda: None)
-    assert memory_of(DevicePlacement(4), "cpu") == 225 and memory_of(DevicePlacement(1, ("cpu",)), "auto") == 900
-    free = 20 << 30
-    monkeypatch.setattr(devices, "_cuda_devices", lambda: ([free, free], None))
-    one = memory_of(DevicePlacement(2, ("cuda:0", "cuda:1")), "auto")
-    assert one is not None and 0.6 * free < one < 0.75 * free
-    assert memory_of(DevicePlacement(4, ("cuda:0", "cuda:1")), "auto") == pytest.approx(one / 2, abs=1)
 
 
 def test_tables_survive_the_same_bisection_and_no_other_plan(tmp_path: Path) -> None:
@@ -251,19 +153,9 @@ def test_ctrl_c_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyP
         run_cells(tmp_path, cells_that(["ok"] * 4), DevicePlacement(1), QUIET, run=behave)
 
 
-def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_to_the_only_process_stops_the_sweep(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="1 of 2 cells finished"):
-        run_cells(tmp_path / "alone", cells_that(["ok", "stop once"]), DevicePlacement(1), QUIET, run=behave)
-    monkeypatch.setattr(queue, "units_of", lambda some, places, **_: [tuple(some)])
-    with pytest.raises(Interrupted, match="1 of 3 cells finished"):
-        run_cells(
-            tmp_path / "stack",
-            cells_that(["ok", "stop late once", "ok"]),
-            DevicePlacement(1),
-            QUIET,
-            run=behave,
-            stack=None,
-        )
+        run_cells(tmp_path, cells_that(["ok", "stop once"]), DevicePlacement(1), QUIET, run=behave)
 
 
 def test_whole_seeds_come_first(tmp_path: Path) -> None:
@@ -406,14 +298,15 @@ def test_progress_counts_by_point_and_weighs_what_is_left() -> None:
     console, lines = spoken()
     before = {cells[0].key: {"status": "done", "seconds": 10.0, "reason": None}}
     progress = CellProgress(cells, before, console, label="sweep", workers=2, clock=lambda: now[0])
-    progress.began(cells[1:3])
+    for cell in cells[1:3]:
+        progress.began(cell)
     # 3 wait at 10 s each, 2 run and count half: 40 s for two workers
     assert progress.eta() == pytest.approx(20)
     now[0] = 30.0
     progress.ended(cells[1], {"status": "done", "seconds": 10.0, "reason": None})
     assert lines == ["sweep: 2/6 cells, 2 cells/min, ETA 18 s  behaves=ok place=0 seed=1"]
     progress.ended(cells[2], {"status": "failed", "seconds": 1.0, "reason": "no rows"})
-    progress.began(cells[3:4])
+    progress.began(cells[3])
     assert lines[1] == f"failed {cells[2].key} (behaves=ok place=1 seed=0): no rows"
     rows, hidden = progress.rows()
     assert rows == [

@@ -17,7 +17,6 @@ from flatshift.experiments.recipe import Resolved
 from flatshift.experiments.recipe.schema import Recipe
 from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell as QueuedCell
-from flatshift.experiments.studies.queue import Unit
 from flatshift.experiments.studies.study import CellBatches
 
 
@@ -55,9 +54,8 @@ class _Queued(QueuedCell):
         return str(self.of.label)
 
 
-def _run_unit(run_cell: RunCell, out: Path, unit: Unit, threads: int | None) -> bool:
-    for queued in unit:
-        run_cell(out / "cells", queued.of, threads or 1)  # type: ignore[attr-defined]
+def _run(run_cell: RunCell, out: Path, queued: QueuedCell, threads: int | None) -> bool:
+    run_cell(out / "cells", queued.of, threads or 1)  # type: ignore[attr-defined]
     return True
 
 
@@ -85,7 +83,7 @@ class Runner:
             jobs=jobs,
             console=console,
             label=label,
-            run=partial(_run_unit, run_cell),
+            run=partial(_run, run_cell),
             on_cell=self._told,
         )
 

@@ -100,7 +100,7 @@ def sweep(
             rerun = stale_keys(results, console, rerun=options.rerun_stale)
             if options.rerun_failed:
                 rerun |= _failed(results)
-            run_cells(out, some, places, console, label=label, stack=asked.stack, rerun=rerun)
+            run_cells(out, some, places, console, label=label, rerun=rerun)
 
         more: dict[str, Row] = {}
         try:
@@ -175,7 +175,7 @@ def _shared(
             asked, cells = _planned(out, asked, console, None)
             refuse_other_plan(out, asked.document(cells))
             claim(out, asked.document(cells), asked.base.resolved)
-        run_cells(out, cells, places, console, stack=asked.stack, leases=leases)
+        run_cells(out, cells, places, console, leases=leases)
         with whole(), exclusive_lock(out), disk_full_interrupts(f"writing the tables of {out}"):
             return _close(out, cells, {}, console, draw)
 
@@ -265,7 +265,6 @@ class _Asked:
     design: Design
     points: int | None
     bisection: Bisection | None
-    stack: int | None
     metric: str
 
     def refuse_more(self, most: int) -> None:
@@ -337,18 +336,7 @@ def _asked(base: Base, options: SweepOptions) -> _Asked:
     if count < 1:
         raise UserError(f"--seeds must be at least 1, got {count}")
     check_judged(block.metric, base.recipe.task, "sweep.metric")
-    stack = _stack(options.stack, block.stack)
-    return _Asked(base, axes, count, design or "grid", points, search, stack, block.metric)
-
-
-def _stack(flag: str | None, recipe: int | str) -> int | None:
-    if flag is None:
-        flag = str(recipe)
-    if flag == "auto":
-        return None
-    if not flag.isdecimal() or int(flag) < 1:
-        raise UserError(f"--stack {flag}: write auto, or how many cells may share a backbone (1: none)")
-    return int(flag)
+    return _Asked(base, axes, count, design or "grid", points, search, block.metric)
 
 
 def _failed(results: dict[str, dict[str, Any]]) -> set[str]:

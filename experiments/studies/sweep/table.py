@@ -87,7 +87,7 @@ def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> lis
 
 
 def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    names = ("status", "reason", "seconds", "flatshift", "code", "stacked")
+    names = ("status", "reason", "seconds", "flatshift", "code")
     about = {key: result.get(key) for key in names}
     return about | (_measured(result, trace) if result["status"] == "done" else {})
 

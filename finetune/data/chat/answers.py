@@ -55,6 +55,11 @@ class RenderedConversation:
     last: int
     """Index in `text` at which the last answer begins, behind thoughts without a word that are not supervised."""
 
+    def until(self, size: int) -> RenderedConversation:
+        """The first `size` characters of it; a span that goes on ends behind them."""
+        spans = tuple((start, min(end, size + 1)) for start, end in self.spans if start < size)
+        return RenderedConversation(self.text[:size], spans, self.last)
+
 
 @dataclass(frozen=True, slots=True)
 class _Answer:

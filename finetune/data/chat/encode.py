@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from ...errors import UserError
 from ..encoding import DroppedRows, Truncation, chunks
 from ..example import IGNORE, Encoded, Example, Question
-from ..rows import FORMS, Row
+from ..rows import FORMS, TWO_TURNS, Row
 from .answers import AssistantSpans, RenderedConversation
 from .conversation import open_turns, read_conversation
 from .template import ChatTemplate
@@ -54,6 +54,8 @@ class _Counts:
     """What the turns were made of (`flatshift.finetune.data.rows.FORMS`)."""
     lengths: list[int] = field(default_factory=list)
     """Tokens that each row needs to be whole."""
+    at_least: int | None = None
+    """From where on these are least numbers; None: all are exact."""
 
 
 class ChatEncoder:
@@ -72,8 +74,10 @@ class ChatEncoder:
         bad_rows: str = "refuse",
         truncation: Literal["left", "right"] | None = None,
         overlong: Literal["drop", "refuse"] | None = None,
+        room: int | None = None,
     ) -> None:
-        """Arguments as of `flatshift.finetune.data.encoding.encode`.
+        """Arguments as of `flatshift.finetune.data.encoding.encode`; room: tokens that are kept of a sample that is no
+        example yet, by default `max_length`.
 
         Raises:
             UserError: no template; samples that are to lose their left end.
@@ -85,6 +89,7 @@ class ChatEncoder:
             )
         self.task, self.tokenizer, self.max_length = task, tokenizer, max_length
         self.bad_rows, self.overlong = bad_rows, overlong
+        self.room = max_length if room is None else room
         self.tokens = TokenMap(tokenizer)
         self.answers = AssistantSpans(
             ChatTemplate(tokenizer, task), self.tokens.places, empty_thoughts=task.empty_thoughts
@@ -130,14 +135,21 @@ class ChatEncoder:
     ) -> Iterator[tuple[Row, list[RenderedConversation], list[Tokenised]]]:
         """The rows of a chunk with their samples, tokenised at once."""
         found = [(row, samples) for row in chunk if (samples := self._samples(row, rest))]
-        flat = iter(self.tokens.samples([sample for _, samples in found for sample in samples]))
+        room = None if self.room >= _ANY_LENGTH else self.room
+        flat = iter(self.tokens.samples([sample for _, samples in found for sample in samples], room=room))
         for row, samples in found:
             mine = list(islice(flat, len(samples)))
+            if isinstance(one := mine[0], Tokenised) and one.more and self._asks(one):
+                mine[:1] = self.tokens.samples(samples[:1])  # the answer to compare with is all of it
             wrong = next((one for one in mine if isinstance(one, CannotMap)), None)
             if wrong is not None:
                 self._leave_out(row, wrong, rest)
             else:
                 yield row, samples, [one for one in mine if isinstance(one, Tokenised)]
+
+    def _asks(self, one: Tokenised) -> bool:
+        """True if the last answer of a sample is compared with a generated one."""
+        return self.task.score == "generate" and one.last < self.max_length
 
     def _samples(self, row: Row, rest: DroppedRows) -> list[RenderedConversation]:
         try:
@@ -166,14 +178,17 @@ class ChatEncoder:
         counts.nulls += row.nulls
         counts.form = row.form or counts.form
         counts.apart += len(samples) > 1
-        counts.lengths.append(max(i + 1 for one in tokenised for i, on in enumerate(one.supervised) if on))
+        counts.lengths.append(max(_needs(one) for one in tokenised))
+        least = min((len(one.ids) for one in tokenised if one.beginning), default=None)
+        rest.at_least = _least(rest.at_least, least)
+        counts.at_least = _least(counts.at_least, least)
         left = [
             (k, one)
             for k, one in enumerate(tokenised)
             if not (len(one.ids) > limit and rest.long(row, Truncation(len(one.ids), True)))
         ]
         counts.in_pieces += sum(one.cut for _, one in left)
-        counts.cut_answers += any(any(one.supervised[limit:]) for _, one in left)
+        counts.cut_answers += any(one.more or any(one.supervised[limit:]) for _, one in left)
         kept = [(e, n) for k, one in left if (n := _supervised(e := self._example(row, k, one)))]
         counts.unsupervised += bool(left) and not kept
         counts.samples += len(kept)
@@ -189,12 +204,12 @@ class ChatEncoder:
         ids, on = one.ids[:limit], one.supervised[:limit]
         # The first token of a sample has nothing that could predict it.
         labels = [IGNORE, *(token if yes else IGNORE for token, yes in zip(ids[1:], on[1:], strict=True))]
-        size = sum(size for size, label in zip(one.sizes, labels, strict=False) if label != IGNORE)
+        size = sum(size for size, label in zip(one.sizes, labels[: self.room], strict=False) if label != IGNORE)
         name = f"{row.id}#{number}" if number else row.id
         if self.task.score != "generate":
             return Example(ids, labels, name, row.where, size)
-        prompt = one.ids[: one.last]
-        if number or one.last >= limit:  # judged by its surprise alone: not the row's last answer, or that is cut off
+        prompt = ids[: one.last]
+        if number or not self._asks(one):  # judged by its surprise alone: not the row's last answer, or that is cut off
             return Example(ids, labels, name, row.where, size, prompt=prompt)
         said = [token for token, yes in zip(one.ids[one.last :], one.supervised[one.last :], strict=True) if yes]
         answer = str(self.tokenizer.decode(said, skip_special_tokens=True))
@@ -231,7 +246,8 @@ class ChatEncoder:
     def _remedy(self) -> str:
         lengths = sorted(self.counts.lengths)
         enough = lengths[min(round(0.99 * len(lengths)), len(lengths) - 1)]
-        return f"--train.max_length {enough} would hold 99 % of them whole"
+        more = " or more" if self.counts.at_least is not None and enough >= self.counts.at_least else ""
+        return f"--train.max_length {enough}{more} would hold 99 % of them whole"
 
     def _notes(self) -> Iterator[str]:
         counts = self.counts
@@ -243,7 +259,8 @@ class ChatEncoder:
             f"{counts.bad:,} bad rows (left out)"
         )
         if counts.form:
-            yield f"turns read from {counts.form}'s columns: {', '.join(FORMS[counts.form])}"
+            whose = "the columns" if counts.form in TWO_TURNS else f"{counts.form}'s columns:"
+            yield f"turns read from {whose} {', '.join(FORMS[counts.form])}"
         if counts.apart:
             yield (
                 f"{counts.apart:,} conversations came apart into one sample for each rewritten turn, "
@@ -290,6 +307,15 @@ class ChatEncoder:
 
     def _closes(self, token: int) -> bool:
         return token in self._added or not str(self.tokenizer.decode([token])).strip()
+
+
+def _needs(one: Tokenised) -> int:
+    """Tokens up to the last one that is supervised; a least number where more is supervised than was tokenised."""
+    return len(one.ids) if one.more else max((i + 1 for i, on in enumerate(one.supervised) if on), default=0)
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    return min((value for value in (one, other) if value is not None), default=None)
 
 
 def _supervised(example: Example) -> int:

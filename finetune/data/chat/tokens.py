@@ -2,20 +2,27 @@
 
 The whole text is tokenised at once, as it is at inference, and spans are mapped by the tokens' places in it. Where the
 edge of a span falls inside a token (a generation prompt that ends with a space, say), the text is tokenised in pieces
-at the edges, so that generation later continues from exactly the prompt that was trained.
+at the edges, so that generation later continues from exactly the prompt that was trained. Of a text that is far longer
+than a row, only the beginning is tokenised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+from ..encoding import enough_of, is_far_longer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from .answers import RenderedConversation, Span
+
+_AROUND = (64, 128)
+"""Characters on each side of an edge by which it is known to lie between tokens."""
+_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +34,13 @@ class Tokenised:
     sizes: list[int]
     """UTF-8 bytes of each token's own characters; 0 for special tokens."""
     last: int
-    """Where the last answer begins."""
+    """Where the last answer begins; behind all tokens if beyond what was tokenised."""
     cut: bool
     """An edge fell inside a token, so the text was tokenised in pieces."""
+    beginning: bool = False
+    """The text goes on behind these tokens."""
+    more: bool = False
+    """So does what is supervised."""
 
 
 class CannotMap(ValueError):
@@ -48,19 +59,80 @@ class TokenMap:
         to the token after it."""
         return self._batch([text])[0][1]
 
-    def samples(self, samples: Sequence[RenderedConversation]) -> list[Tokenised | CannotMap]:
-        """Each sample in tokens, or why it cannot be."""
+    def samples(
+        self, samples: Sequence[RenderedConversation], *, room: int | None = None
+    ) -> list[Tokenised | CannotMap]:
+        """Each sample in tokens, or why it cannot be.
+
+        room: tokens that are kept of a sample; of one that is far longer only a beginning with more than these is
+            tokenised, where they are as in the whole.
+        """
+        taken = [self._beginning(sample, room) for sample in samples]
+        found = self._mapped(taken)
+        for i, (sample, (short, _)) in enumerate(zip(samples, taken, strict=True)):
+            if isinstance(one := found[i], Tokenised) and short is not sample:
+                more = any(end > len(short.text) for _, end in sample.spans)
+                found[i] = replace(one, beginning=True, more=more)
+        return found
+
+    def _mapped(self, samples: Sequence[tuple[RenderedConversation, bool]]) -> list[Tokenised | CannotMap]:
         found: list[Tokenised | CannotMap] = []
-        for sample, (ids, places) in zip(samples, self._batch([sample.text for sample in samples]), strict=True):
+        batch = self._batch([sample.text for sample, _ in samples])
+        for (sample, apart), (ids, places) in zip(samples, batch, strict=True):
             try:
-                found.append(self._sample(sample, ids, places))
+                found.append(self._sample(sample, ids, places, apart=apart))
             except CannotMap as error:
                 found.append(error)
         return found
 
-    def _sample(self, sample: RenderedConversation, ids: list[int], places: list[Span]) -> Tokenised:
-        edges = {edge for span in sample.spans for edge in span}
-        cut = not edges <= {0, *(place for token in places for place in token)}
+    def _beginning(self, sample: RenderedConversation, room: int | None) -> tuple[RenderedConversation, bool]:
+        """As much of a sample as `room` needs, and whether a later edge falls inside a token: then even this is to be
+        tokenised in pieces."""
+        if room is None or not is_far_longer(sample.text, room):
+            return sample, False
+        for apart in (False, True):
+
+            def tokens(sizes: Sequence[int], apart: bool = apart) -> list[Sequence[Any]]:
+                made = self._mapped([(sample.until(size), apart) for size in sizes])
+                return [
+                    [] if isinstance(one, CannotMap) else list(zip(one.ids, one.supervised, one.sizes, strict=True))
+                    for one in made
+                ]
+
+            enough = enough_of(sample.text, room, tokens, self.tokenizer)
+            inside = None if enough is None else self._inside(sample, enough[0])
+            if enough is None or inside is None:
+                break
+            if inside is apart:
+                return sample.until(enough[0]), apart
+        return sample, False
+
+    def _inside(self, sample: RenderedConversation, beyond: int) -> bool | None:
+        """Whether a span's edge behind `beyond` characters falls inside a token; None: not certain."""
+        text = sample.text
+        edges = [edge for span in sample.spans for edge in span if beyond <= edge < len(text)]
+        for first in range(0, len(edges), _AT_ONCE):
+            told = []
+            for size in _AROUND:
+                at = {edge: max(0, edge - size) for edge in edges[first : first + _AT_ONCE]}
+                batch = self._batch([text[start : edge + size] for edge, start in at.items()])
+                told.append(
+                    [
+                        all(edge - start not in token for token in places)
+                        for (edge, start), (_, places) in zip(at.items(), batch, strict=True)
+                    ]
+                )
+            if told[0] != told[1]:
+                return None
+            if any(told[0]):
+                return True
+        return False
+
+    def _sample(
+        self, sample: RenderedConversation, ids: list[int], places: list[Span], *, apart: bool = False
+    ) -> Tokenised:
+        edges = {edge for span in sample.spans for edge in span if edge <= len(sample.text)}
+        cut = apart or not edges <= {0, *(place for token in places for place in token)}
         if cut:
             ids, places = self._pieces(sample.text, sorted(edges | {0, len(sample.text)}), ids)
         supervised = _covered(places, sample.spans)
@@ -71,7 +143,7 @@ class TokenMap:
         for token, (start, end) in zip(ids, places, strict=True):
             sizes.append(0 if token in self._special else len(sample.text[max(start, before) : end].encode()))
             before = end
-        last = next(i for i, (start, end) in enumerate(places) if end > start >= sample.last)
+        last = next((i for i, (start, end) in enumerate(places) if end > start >= sample.last), len(ids))
         return Tokenised(ids, supervised, sizes, last, cut)
 
     def _pieces(self, text: str, edges: list[int], whole: list[int]) -> tuple[list[int], list[Span]]:

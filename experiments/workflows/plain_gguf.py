@@ -1,0 +1,176 @@
+"""A GGUF file as a model of plain transformers, for `plain_check`; imports nothing of this project.
+
+Tensors are read by the package `gguf`, and what llama.cpp's converter does to them is undone. The model is built by
+the backbone's configuration with everything in it that llama.cpp reads from the file instead: what the file lacks,
+llama.cpp lacks too. transformers' own reader of these files ignores much of that (`attention.key_length` of Qwen 3, the
+experts of Mixtral, every scaling of rotary positions), and is taken for other architectures only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = ("gemma3", "gpt2", "gptneox", "llama", "phi3", "qwen2", "qwen3", "qwen3moe", "t5")
+"""Those of which the converter's changes are undone here."""
+_SETTINGS = {
+    "context_length": ("max_position_embeddings",),
+    "block_count": ("num_hidden_layers",),
+    "embedding_length": ("hidden_size",),
+    "feed_forward_length": ("intermediate_size", "n_inner", "d_ff"),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon"),
+    "attention.relative_buckets_count": ("relative_attention_num_buckets",),
+    "attention.sliding_window": ("sliding_window",),
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "use_parallel_residual": ("use_parallel_residual",),
+    "decoder_start_token_id": ("decoder_start_token_id",),
+}
+"""Keys of a file, and their names in configurations."""
+_ROPE_BASE = 10_000.0
+"""llama.cpp's own, for a file without one."""
+_FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+"""Tensors that llama.cpp scales positions by; transformers has them in its configuration."""
+
+
+def load(asked: Mapping[str, Any], kind: Any) -> tuple[Any, list[str]]:
+    """The file's model in float32, by transformers' class `kind`, and the settings that llama.cpp has otherwise.
+
+    Raises ValueError, or what transformers raises, for a file that is not read.
+    """
+    import torch
+    from gguf import GGUFReader
+
+    told, file = asked["gguf"], Path(asked["folder"]) / asked["gguf"]["file"]
+    reader = GGUFReader(file)
+    fields = {name.removeprefix(f"{told['architecture']}."): field.contents() for name, field in reader.fields.items()}
+    config, other = configuration(told["config"], fields, {tensor.name for tensor in reader.tensors})
+    if told["architecture"] not in ARCHITECTURES:
+        return _by_transformers(told, asked["folder"], kind, config), other
+    model = kind.from_config(config, dtype=torch.float32)
+    fill(model, reader.tensors, told["architecture"])
+    return model, other
+
+
+def _by_transformers(told: Mapping[str, Any], folder: str, kind: Any, config: Any) -> Any:
+    """As transformers reads it; it looks for a distribution `gguf`, and the converter brings the package in its own."""
+    import torch
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    reader.is_gguf_available = lambda *args, **more: True
+    model, info = kind.from_pretrained(
+        folder, gguf_file=told["file"], config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        raise ValueError(f"transformers does not find {min(info['missing_keys'])} in a GGUF file")
+    return model
+
+
+def configuration(own: Mapping[str, Any], fields: Mapping[str, Any], tensors: set[str]) -> tuple[Any, list[str]]:
+    """The configuration `own` with what llama.cpp reads from the file instead, and without what it does not have;
+    and what of it that changed, in words."""
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[own["model_type"]].from_dict(dict(own))
+    before = config.to_dict()
+    heads = fields["attention.head_count"]
+    read = {"attention.key_length": fields["embedding_length"] // heads, "attention.head_count_kv": heads, **fields}
+    read["attention.sliding_window"] = fields.get("attention.sliding_window") or None
+    for key, names in _SETTINGS.items():
+        for name in names:
+            if key in read and hasattr(config, name):
+                setattr(config, name, read[key])
+    config.tie_word_embeddings = "output.weight" not in tensors
+    if hasattr(config, "norm_topk_prob"):
+        config.norm_topk_prob = True  # in llama.cpp's graph of the architecture, not in its files
+    rope = getattr(config, "rope_parameters", None) or {}
+    for layers, base in (("full_attention", "rope.freq_base"), ("sliding_attention", "rope.freq_base_swa")):
+        one = rope.get(layers, rope if layers == "full_attention" else None)
+        if one:
+            one["rope_theta"] = fields.get(base, _ROPE_BASE)
+    for one in (rope, rope.get("full_attention", {})):
+        _scale(one, fields, tensors, read["attention.key_length"])
+    after = config.to_dict()
+    changed = [name for name in after if before.get(name) is not None and not _equal(before[name], after[name])]
+    return config, [f"{name} {after[name]} instead of {before[name]}" for name in changed]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """True if two settings are the same up to float32, which a file has."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    both = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return math.isclose(one, other, rel_tol=1e-6) if both else one == other
+
+
+def _scale(rope: dict[str, Any], fields: Mapping[str, Any], tensors: set[str], width: int) -> None:
+    """Have rotary positions scaled as the file says."""
+    kind = rope.get("rope_type")
+    if kind in ("linear", "yarn"):
+        rope["factor"] = fields.get("rope.scaling.factor", 1.0)
+    elif kind in ("llama3", "longrope") and not _FACTORS & tensors:
+        rope["rope_type"] = "default"
+    if kind is not None and fields.get("rope.dimension_count", width) != int(
+        rope.get("partial_rotary_factor", 1.0) * width
+    ):
+        rope["partial_rotary_factor"] = fields["rope.dimension_count"] / width
+
+
+def fill(model: Any, tensors: Any, architecture: str) -> None:
+    """Give `model` the file's tensors.
+
+    Raises ValueError for one that the file or the model lacks, or has in another shape.
+    """
+    import gguf
+    import torch
+
+    known = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
+    stored, used = {tensor.name: tensor for tensor in tensors}, set()
+
+    def read(name: str) -> Any:
+        if name not in stored:
+            raise ValueError(f"the GGUF file has no tensor {name}")
+        used.add(name)
+        values = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+        return torch.tensor(values, dtype=torch.float32)
+
+    for name, parameter in model.named_parameters():
+        expert = re.fullmatch(r".*\.layers\.(\d+)\..*experts\.(gate_up|down)_proj", name)
+        if expert is not None:
+            number, parts = expert[1], expert[2].split("_")
+            value = torch.cat([read(f"blk.{number}.ffn_{part}_exps.weight") for part in parts], dim=1)
+        else:
+            base, dot, leaf = name.rpartition(".")
+            value = undone(architecture, name, read(f"{names.get_name(base)}{dot}{leaf}"), model.config)
+        if value.shape != parameter.shape:
+            shapes = f"{list(value.shape)} instead of {list(parameter.shape)}"
+            raise ValueError(f"the GGUF file has {name} in the shape {shapes}")
+        parameter.data = value
+    if left := stored.keys() - used - _FACTORS:
+        raise ValueError(f"transformers has no place for the GGUF file's tensor {min(left)}")
+
+
+def undone(architecture: str, name: str, value: Any, config: Any) -> Any:
+    """A tensor as transformers has it: without what llama.cpp's converter does to those of its architecture."""
+    import torch
+
+    heads = config.num_attention_heads
+    if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # pairs lie side by side
+        count = heads if "q_proj" in name else config.num_key_value_heads
+        return value.reshape(count, -1, 2, value.shape[-1]).transpose(1, 2).reshape(value.shape)
+    if architecture == "gptneox" and ".query_key_value." in name:  # by head first
+        return torch.stack([part.unflatten(0, (heads, -1)) for part in value.chunk(3)], dim=1).reshape(value.shape)
+    if architecture == "gpt2" and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
+        return value.T.contiguous()
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return value - 1
+    return value
