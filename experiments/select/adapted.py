@@ -148,7 +148,8 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
     from flatshift.finetune.lock import temporary_directory
     from flatshift.finetune.parallel.engine import Engine
     from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.finetune.train.trainer import Trainer
     from flatshift.regularizers import build
 
     seed = derive(recipe.train.seed, "select", "loss gap")
@@ -172,7 +173,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
         group=train.group,
     )
     with temporary_directory("flatshift-gap-") as folder:
-        train_stage(
+        Trainer(
             Engine.alone(model),
             tokenizer,
             TrainingStage(
@@ -187,7 +188,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
                 run=RunDirectory(folder),
                 seed=seed,
             ),
-        )
+        ).fit()
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         encoded = _encoded(list(texts), tokenizer, settings.max_length)

@@ -31,7 +31,7 @@ from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
-Laid = tuple[Engine, Any]
+LoadedModel = tuple[Engine, Any]
 """A backbone with an adapter, ready for use, and its tokenizer."""
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Follows the evaluation of so many rows under a label, as `Console.evaluating`."""
@@ -46,7 +46,7 @@ def load_model(
     adapter: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
     beginning: InitialAdapter | None = None,
-) -> Laid:
+) -> LoadedModel:
     """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
 
     adapter: a saved one to put in place; None leaves the fresh one, which changes nothing. beginning: what a
@@ -317,7 +317,7 @@ def text_perplexity(
     task: LanguageModel | MaskedLM | None = None,
     only: tuple[str, ...] = ("dev", "test"),
     world: ProcessMesh | None = None,
-    model: Laid | None = None,
+    model: LoadedModel | None = None,
     watch: Watch | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen; of an encoder the

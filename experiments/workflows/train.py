@@ -14,7 +14,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from flatshift.experiments.workflows.build import (
     COLD,
     COLD_ROWS,
     FinishedSplits,
-    Laid,
+    LoadedModel,
     evaluate_base_model,
     format_metrics,
     judge_splits,
@@ -118,10 +118,10 @@ from flatshift.finetune.run_directory import (
 )
 from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import Task
-from flatshift.finetune.train.loop import TrainingStage, train_stage
 from flatshift.finetune.train.peak_memory import PlannedUpdate
 from flatshift.finetune.train.schedule import Schedule, learning_rate
-from flatshift.finetune.train.stage import check_length
+from flatshift.finetune.train.stage import StageResult, TrainingStage, check_length
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import build as build_regularizer
 
 _LOOKED_AT = 5
@@ -144,11 +144,12 @@ def train(
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
     check_recipe(resolved.recipe)
-    if out is None:
-        with consistency.dated_directory("runs", resolved.name) as out:
-            return train(resolved, out, quiet=quiet, verbose=verbose, draw=draw)
     said: list[str] = []
-    with _mesh(resolved.recipe, path=out) as world, _alone_in(out, world):
+    with ExitStack() as stack:
+        if out is None:
+            out = stack.enter_context(consistency.dated_directory("runs", resolved.name))
+        world = stack.enter_context(_mesh(resolved.recipe, path=out))
+        stack.enter_context(_alone_in(out, world))
         if world.is_main:
             refuse_old(out, resumable=True)
         # Everything that can be wrong with the input is found before the directory exists.
@@ -296,8 +297,10 @@ def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
     if context.recipe.warmup is not None:
         _select(context)
         warmed = _warm_up(context)
-    trained = _stage(context, fine_tune(context.recipe, prepared, previous=warmed))
-    result = _evaluate(context, prepared, trained)
+    with open_stage(context, fine_tune(context.recipe, prepared, previous=warmed)) as stage:
+        if stage.trainer is not None:
+            stage.result = stage.trainer.fit()
+    result = _evaluate(context, prepared, stage)
     if context.world.is_main:
         write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
     if context.world.is_main and not context.cell:
@@ -354,21 +357,23 @@ def _warm_up(context: RunContext) -> Path:
             group=None if task.pack else recipe.train.group,
         ),
     )
-    trained = _stage(context, plan)
+    with open_stage(context, plan) as stage:
+        if stage.trainer is not None:
+            stage.result = stage.trainer.fit()
     # A sweep cell needs only its own figure; before is the same for all of them.
     for name in ("eval",) if context.cell else ("eval", "before"):
         path = context.run.path / "stages" / WARM_UP / f"{name}.json"
         if not path.is_file():
             only = ("test",) if context.cell else ("dev", "test")
-            adapter, model = (trained.adapter, trained.model) if name == "eval" else (None, None)
+            adapter, model = (stage.adapter, stage.model) if name == "eval" else (None, None)
             figures = text_perplexity(
                 recipe, adapter, task=task, only=only, world=world, model=model, watch=context.watch
             )
             if world.is_main:
                 write_json(path, figures)
             world.wait()
-        model = trained.model = None  # memory may not hold two
-    return trained.adapter
+        model = stage.model = None  # memory may not hold two
+    return stage.adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,21 +402,30 @@ def fine_tune(recipe: Recipe, prepared: Prepared, previous: Path | None = None) 
 
 
 @dataclass
-class Trained:
-    """What a stage leaves to those after it."""
+class OpenStage:
+    """A stage between `open_stage` and its end."""
 
     adapter: Path
-    model: Laid | None = None
-    """What it was trained in, whose backbone serves once more; None where the stage had ended before, or where the
-    frozen weights are others than the adapter's files are told from (`begins_elsewhere`)."""
+    trainer: Trainer | None = None
+    """None where the stage is finished already."""
+    result: StageResult | None = None
+    """To be set by whoever calls `trainer.fit`."""
+    model: LoadedModel | None = None
+    """Engine and tokenizer after the stage, for one more use of the loaded base model; None where the stage was
+    finished before, or where the adapter's initial values changed the frozen weights (`has_custom_init`)."""
 
 
-def _stage(context: RunContext, plan: StagePlan) -> Trained:
-    """Train one stage unless it is finished."""
+@contextmanager
+def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
+    """Load model and data of a stage; the body calls `trainer.fit`; report and free the optimizer's memory afterwards.
+
+    A context manager, so that the training loop runs in the caller's frame.
+    """
     recipe, console, path = context.recipe, context.console, context.run.path
     adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
     if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
-        return Trained(adapter)
+        yield OpenStage(adapter)
+        return
     schedule = Schedule.of(plan.train, plan.optimizer, path / "stages" / plan.name)
     if schedule.begin:
         console.say(schedule.line())
@@ -428,9 +442,13 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
         engine.load_adapter(plan.previous, partial=True)
     else:
         save_initial_adapter(path, recipe, engine, console.say)
-    stage = training_stage(context, plan, engine, tokenizer)
+    settings = training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
-        result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
+        settings = dataclasses.replace(settings, on_step=_shows(context, plan, bar))
+        stage = OpenStage(adapter, Trainer(engine, tokenizer, settings))
+        yield stage
+    stage.trainer, result = None, stage.result
+    assert result is not None
     if context.world.is_main and (beside := predicted_vs_measured(read_object(done).get("plan") or {})):
         console.detail(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
@@ -438,8 +456,8 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
             f"{plan.name}: {result.skipped} updates were left out, "
             f"{result.rewinds} spikes rolled back (log.txt has them)"
         )
-    gc.collect()  # the optimizer's state, which cycles of hooks hold
-    return Trained(adapter, None if has_custom_init(recipe.adapter) else (engine, tokenizer))
+    gc.collect()  # the optimizer's state is held by cycles of hooks
+    stage.model = None if has_custom_init(recipe.adapter) else (engine, tokenizer)
 
 
 def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str, Any]], None]:
@@ -586,7 +604,7 @@ def _update_seconds(
     return update_seconds(sizes, cluster, RuleSettings(recipe.mesh, train, recipe.adapter, task))
 
 
-def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict[str, dict[str, Any]]:
+def _evaluate(context: RunContext, prepared: Prepared, trained: OpenStage) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
     recipe, world = context.recipe, context.world
     engine, tokenizer = trained.model or load_model(

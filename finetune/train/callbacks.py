@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..evaluate.metrics import metric_of
-from .stage import judged_apart
+from .stage import full_evaluation_metric
 
 if TYPE_CHECKING:
     from .stage import TrainingStage
@@ -78,7 +78,7 @@ class Callbacks:
     def __init__(self, stage: TrainingStage, *, is_main: bool, about: Mapping[str, Any]) -> None:
         """about: `model`, `processing_class` and `optimizer`, handed to every event."""
         train, optimizer, judged = stage.train, stage.optimizer, bool(stage.dev)
-        metric = judged_apart(train, stage.task)
+        metric = full_evaluation_metric(train, stage.task)
         metric = metric or ("accuracy" if stage.task.accuracy and train.best != "loss" else "loss")
         self.callbacks = list(stage.callbacks)
         self._about, self._log = dict(about), stage.run.log

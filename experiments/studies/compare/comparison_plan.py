@@ -120,7 +120,7 @@ class Plan:
     def check(self) -> None:
         """Refuse what cannot run here, as `flatshift train` does; nothing may turn into failed cells in silence."""
         from flatshift.experiments.recipe.rules import check_cell, check_recipe
-        from flatshift.finetune.train.stage import check_judged
+        from flatshift.finetune.train.stage import check_metric
         from flatshift.regularizers import build
 
         for method, regularizer in self._tried:
@@ -137,7 +137,7 @@ class Plan:
                     raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
                 check_cell(recipe)
                 check_recipe(recipe)
-                check_judged(self.study.metric, recipe.task, "comparison.metric")
+                check_metric(self.study.metric, recipe.task, "comparison.metric")
             except UserError as error:
                 raise UserError(f"method {method!r} on task {task!r}: {error}") from None
 

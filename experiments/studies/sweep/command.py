@@ -314,7 +314,7 @@ def _could_record(asked: _Asked) -> bool:
 
 
 def _asked(base: Base, options: SweepOptions) -> _Asked:
-    from flatshift.finetune.train.stage import check_judged
+    from flatshift.finetune.train.stage import check_metric
 
     design, points, bisection = options.design, options.points, options.bisect
     block = base.recipe.sweep or SweepConfig()
@@ -335,7 +335,7 @@ def _asked(base: Base, options: SweepOptions) -> _Asked:
     count = options.seeds if options.seeds is not None else block.seeds
     if count < 1:
         raise UserError(f"--seeds must be at least 1, got {count}")
-    check_judged(block.metric, base.recipe.task, "sweep.metric")
+    check_metric(block.metric, base.recipe.task, "sweep.metric")
     return _Asked(base, axes, count, design or "grid", points, search, block.metric)
 
 

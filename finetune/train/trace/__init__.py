@@ -5,5 +5,5 @@
     split_figures("train", judged, recording.flipped)
     adapter_figures(AdaptedLayers(model).factors())
 
-`flatshift.finetune.train.loop` drives a `Recorder` made of these pieces; the rest are functions of what they are given.
+`flatshift.finetune.train.trainer` drives a `Recorder` made of these pieces; the rest are functions.
 """
