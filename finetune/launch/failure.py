@@ -168,7 +168,7 @@ _MEMORY_ADVICE = (
 
 def is_echo(error: BaseException) -> bool:
     """Whether `error` says no more than that another rank or the store went away."""
-    if type(error).__name__ in {"DistNetworkError", "DistStoreError", "Silent"}:
+    if type(error).__name__ in {"DistNetworkError", "DistStoreError", "RankTimeout"}:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _ECHOES)
