@@ -1,9 +1,9 @@
-"""What a run says of rows, one by one: labels with probabilities, numbers, answers, or how surprised it is by a text.
+"""Predictions of a run for single rows: labels with probabilities, numbers, answers, or the perplexity of a text.
 
 flatshift predict runs/first --data new.jsonl --out labels.csv
 
-Rows are read and written a part at a time, so their number does not matter; a killed command goes on at its last whole
-part. The answers are not needed: a column that holds them is not looked at.
+Rows are read and written in parts, so their number does not matter; a killed command resumes after its last complete
+part. Labels are not needed: a column that holds them is ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import disk_full_interrupts
 
 PART = 4096
-"""Rows of a part. Longest first within each, so padding is what rows of a part differ by."""
+"""Rows of a part. The longest go first within a part, so padding depends only on the lengths in it."""
 _PART_FILES = "part-*.jsonl"
 SUFFIXES = (".jsonl", ".csv", ".tsv", ".parquet")
 
@@ -44,7 +44,7 @@ Record = dict[str, Any]
 
 
 class Predictor:
-    """A run's adapter on its backbone, ready to be asked; one process, whatever mesh it was trained on."""
+    """A run's adapter on its backbone, ready for prediction; one process, whatever mesh it was trained on."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Predictor:
         bad_rows: str = "refuse",
         overrides: Sequence[Branch] = (),
     ) -> None:
-        """bad_rows: `refuse` or `skip` a row that the model cannot be shown. overrides: another `train.device` than the
+        """bad_rows: `refuse` or `skip` a row that the model cannot take. overrides: another `train.device` than the
         run's.
 
-        Raises UserError if `path` is no finished run or was
-        changed, or its rows bring features along (adapter.projector)."""
+        Raises UserError if `path` is no finished run or was changed, or if its rows need features (adapter.projector).
+        """
         from flatshift.finetune.models.backbone import open_backbone
 
         recipe = alone(finished_recipe(path, overrides))
@@ -74,23 +74,23 @@ class Predictor:
         self.backbone = open_backbone(recipe.backbone)
         self.tokenizer = self.backbone.tokenizer
         self.engine, _ = load_model(recipe, self.task, self.label_names, adapter=path / "adapter")
-        if not self.task.has_reference:  # which is what the layers compute without the adapter
+        if not self.task.has_reference:  # merging would destroy its reference, the model without the adapter
             _fold(self.engine.judged, recipe)
         self.bad_rows = bad_rows
         self.skipped: list[str] = []
-        """`file:line: reason` of rows that could not be shown."""
+        """`file:line: reason` of skipped rows."""
         self.cut = 0
-        """Rows that were longer than `train.max_length`."""
+        """Number of rows longer than `train.max_length`."""
         self.open_answers = 0
-        """Answers that the limit of new tokens cut."""
+        """Number of answers cut by the limit of new tokens."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a row must have."""
+        """Columns that a row must have."""
         return self.task.asked_columns()
 
     def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
-        """A record for each row that is not skipped, in order: its id, what was read, what the model says of it.
+        """Return a record for each row that is not skipped, in order: its id, its input, and the predictions.
 
         Raises UserError for a row that cannot be shown to the model.
         """
@@ -110,7 +110,7 @@ class Predictor:
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
     def _judged(self, rows: Sequence[Row]) -> list[Record]:
-        """By one pass over encoded rows."""
+        """Predict by one forward pass over encoded rows."""
         from flatshift.finetune.evaluate.evaluator import Evaluator
 
         task, train = self.task, self.recipe.train
@@ -139,7 +139,7 @@ class Predictor:
         with evaluating(self.engine.judged):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
-        places = {example.where: i for i, example in enumerate(encoded.examples)}  # of a document its first piece
+        places = {example.where: i for i, example in enumerate(encoded.examples)}  # the first piece of a document
         records = []
         for row in rows:
             if (i := places.get(row.where)) is None:
@@ -149,7 +149,7 @@ class Predictor:
         return records
 
     def _written(self, rows: Sequence[Row]) -> list[Record]:
-        """By letting the model answer."""
+        """Predict by generating answers."""
         from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 
         task = self.task
@@ -177,8 +177,8 @@ class Predictor:
 
 
 def _fold(model: Any, recipe: Recipe) -> None:
-    """Fold LoRA factors into this process's float32 weights: half the products of a pass, the same to 1e-6. Narrower
-    weights would be rounded by it and stay apart."""
+    """Merge LoRA factors into this process's float32 weights: half the products of a pass, equal to 1e-6. Weights of
+    lower precision would be rounded by it and are not merged."""
     from peft.tuners.lora import LoraModel
 
     if isinstance(getattr(model, "base_model", None), LoraModel):
@@ -200,10 +200,10 @@ def predict_from_run(
     overrides: Sequence[Branch] = (),
     quiet: bool = False,
 ) -> int:
-    """Write what the run at `path` says of every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
+    """Write the predictions of the run at `path` for every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
-    Parts that are finished lie beside `out` until it is whole; the same call goes on with them.
-    bad_rows: `refuse` or `skip`; by default as the run's recipe says.
+    Finished parts are kept next to `out` until it is complete; the same call resumes from them.
+    bad_rows: `refuse` or `skip`; by default the value in the run's recipe.
     Returns the number of rows.
     Raises UserError as `Predictor`; for an `out` of another kind, that exists or is in use; for bad rows; and for parts
     of another run or other data.
@@ -260,9 +260,9 @@ def predict_from_run(
 
 
 def _claim(parts: Path, asked: Mapping[str, Any], out: Path) -> None:
-    """The directory of parts is of this call, or new. Raises UserError if it is of another one."""
+    """Create the directory of parts, or check that it belongs to this call. Raises UserError if it does not."""
     note = parts / "asked.json"
-    if not any(parts.glob(_PART_FILES)):  # a call that was refused at its first rows holds nothing
+    if not any(parts.glob(_PART_FILES)):  # a call refused at its first rows left no part
         shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         write_json(note, dict(asked))
@@ -288,7 +288,7 @@ def _parts(predictor: Predictor, rows: Iterable[Row], parts: Path, bar: Callable
             done += len(chunk)
             bar(done)
     finally:
-        if not any(parts.glob(_PART_FILES)):  # refused at its first rows: the same command may begin again
+        if not any(parts.glob(_PART_FILES)):  # refused at its first rows: the same command may start again
             shutil.rmtree(parts, ignore_errors=True)
     return done
 
@@ -300,7 +300,7 @@ def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _assemble(parts: Sequence[Path], to: Path, suffix: str) -> None:
-    """The parts as one file of the kind that `suffix` names."""
+    """Join the parts into one file of the kind that `suffix` names."""
     if suffix == ".jsonl":
         with to.open("wb") as stream:
             for part in parts:
