@@ -1,8 +1,8 @@
-"""A folder that leaves, compared with the run that it is of: plain transformers and PEFT load it in a process that
-never imports this project, and are asked what the run's own model answers.
+"""Comparison of an exported folder with its run: plain transformers and PEFT load it in a process that never imports
+this project, and answer the same inputs as the run's own model.
 
-Compared are logits on rows of the run, greedy answers to two prompts and where they stop, and the names of classes.
-What memory does not hold in float32 stays in its files, on either side, and is read block by block.
+Compared are logits on rows of the run, greedy answers to two prompts and their ends, and the names of classes. A model
+that exceeds memory in float32 stays in its files, on either side, and is read block by block.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _ROWS, _TOKENS, _LIKELIEST = 8, 32, 5
 _PROMPTS, _LONGEST = 4, 256
 """Prompts of a reference, of which the first two are answered, and tokens of each."""
 _ANSWER, _STREAMED_ANSWER = 16, 3
-"""Tokens of a greedy answer, at most: of a model in memory, and of one that is read anew for each."""
+"""Maximum tokens of a greedy answer: for a model in memory, and for one that is read from disk again for each token."""
 _MEMORY_SHARE = 0.5
 FAR = {False: 0.25, True: 1e-3}
-"""Largest difference of logits, as a share of the largest, that rounding explains: of 16 bits, of 32 and more."""
+"""Largest difference of logits, as a share of the largest logit, that rounding explains: to 16 bits (False), to 32 bits
+(True)."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,18 @@ class Expected:
     """Answers of the run's own model, in float32."""
 
     work: Path
-    """Holds its logits and the inputs, as `plain_check` reads them."""
+    """Directory of its logits and the inputs, in the format that `plain_check` reads."""
     inputs: tuple[str, ...]
     batches: int
     drawn: bool
-    """On tokens drawn by the seed, as the run's rows are out of reach."""
+    """True if compared on tokens drawn by the seed, because the run's rows are unavailable."""
     rows: int
     reference: list[dict[str, Any]]
-    """Of prompts: `text`, `whole` (the tokenizer called with the text makes these tokens), `ids`, `next` (the likeliest
-    next tokens with their log probabilities), and of the first two `answer`, `ended`, `most` (tokens of an answer) and
-    `margins` (of each token of the answer: how far its logit is above the second)."""
+    """Reference of each prompt: `text`, `whole` (True if tokenizing the text gives these tokens), `ids`, `next` (the
+    likeliest next tokens with their log probabilities), and for the first two `answer`, `ended`, `most` (maximum tokens
+    of an answer) and `margins` (for each token of the answer, its logit minus the second largest)."""
     memory: int | None
-    """Bytes that a model may take; None: it is read whole."""
+    """Bytes that a model may take; None: it is loaded completely."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class Gguf:
     file: str
     architecture: str
     family: str
-    """transformers' type of the backbone."""
+    """Model type of the backbone in transformers."""
     ends: list[int]
-    """The tokens that it names as the end of an answer."""
+    """Tokens that the file names as the end of an answer."""
 
 
 def alone_in_float32(recipe: Recipe) -> Recipe:
-    """The same run in one process, computed in float32 on the backbone's float weights."""
+    """Return the recipe for one process in float32, on the backbone's float weights."""
     train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None, device="cpu")
     return dataclasses.replace(recipe, train=train, mesh=Mesh())
 
@@ -89,10 +90,10 @@ def expected(
     *,
     added: Sequence[tuple[Path, float]] = (),
 ) -> Iterator[Expected]:
-    """Answers of backbone + adapter in float32; its files are gone at the end.
+    """Compute the answers of backbone + adapter in float32; their files are deleted at the end of the block.
 
-    rows: of the run, whole (`run_rows`); None: out of reach. ends: tokens at which an answer is over. added: other
-    adapters whose changes come on top, and their weights.
+    rows: all rows of the run that are compared (`run_rows`); None: unavailable. ends: tokens that end an answer. added:
+    other adapters whose changes are added, and their weights.
     """
     from safetensors.torch import save_file
 
@@ -120,7 +121,7 @@ def expected(
         del tensors
         reference = [] if not recipe.task.is_generative else _reference(exact, model, tokenizer, rows, ends, memory)
         del model
-        gc.collect()  # hooks make cycles of it, and the folder's model comes next
+        gc.collect()  # reference cycles of hooks keep the model alive, and the folder's model is loaded next
         yield Expected(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
 
 
@@ -137,13 +138,13 @@ def compare(
 ) -> dict[str, Any]:
     """Compare the answers of plain transformers on `folder` with those of the run.
 
-    ends: the trained ones, at which plain `generate` has to stop. exact: the weights are in 32 bits. adapter: `folder`
-    is one for PEFT. gguf: its GGUF file, which transformers is to read.
-    Returns `max_logit_difference, largest_logit, same_tokens` (places with the same likeliest token, or class),
-    `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers that are the run's),
-    `answers_by_rounding` (those that part from it where two tokens are as likely up to rounding) and `stops`; of
-    a GGUF file that transformers cannot read only `unread`, why.
-    Raises UserError where they are further apart than rounding explains, or where it does not stop.
+    ends: the trained ones, at which plain `generate` must stop. exact: True for 32-bit weights. adapter: True if
+    `folder` is a PEFT adapter. gguf: its GGUF file, for transformers to read.
+    Returns `max_logit_difference, largest_logit, same_tokens` (positions with the same likeliest token, or class),
+    `places, rows, drawn, other_labels` (None without classes), `answers` (greedy answers equal to the run's),
+    `answers_by_rounding` (those that differ where two tokens are equally likely up to rounding) and `stops`; for a GGUF
+    file that transformers cannot read only `unread`, the reason.
+    Raises UserError if they differ by more than rounding explains, or if it does not stop.
     """
     task = recipe.task
     backbone = open_backbone(recipe.backbone)
@@ -219,6 +220,7 @@ def _judged(
             continue
         pairs = zip([*one["answer"], None], [*said["ids"], None], strict=False)
         parts = next(k for k, (a, b) in enumerate(pairs) if a != b)
+        # Within twice the largest logit difference, rounding can swap the two likeliest tokens.
         if not one["margins"][min(parts, len(one["margins"]) - 1)] <= 2 * difference:
             raise UserError(
                 f"plain transformers answers the prompt {shortened(one['text'], 60)!r} with the tokens {said['ids']}"
@@ -259,7 +261,8 @@ def _names(wanted: Expected, names: list[str], classes: str) -> list[list[str]]:
 
 
 def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[dict[str, Any]]:
-    """Of a head's rows one padded batch, as its users make them; of others the first tokens of each row."""
+    """Return the inputs: for a head one padded batch of rows, as its users make them; else the first tokens of each
+    row."""
     examples = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
     task = recipe.task
     if task.is_sequence_level:
@@ -269,8 +272,10 @@ def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> l
 
 
 def drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """Rows of plain tokens drawn by `train.seed`, for a run whose own are out of reach; all end with the same token, as
-    a head over an encoder-decoder asks for."""
+    """Return rows of plain tokens drawn by `train.seed`, for a run whose own rows are unavailable.
+
+    All end with the same token, as a head over an encoder-decoder requires.
+    """
     import numpy as np
     import torch
 
@@ -339,7 +344,7 @@ def _reference(
 
 
 def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None) -> list[float]:
-    """At each token of an answer, and behind it: by how much the likeliest logit is above the second."""
+    """Return for each token of an answer, and for the one after it, the likeliest logit minus the second."""
     import torch
 
     device = next(p.device for p in model.parameters() if not p.is_meta)
@@ -355,7 +360,7 @@ def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None
 
 
 def _fits(recipe: Recipe) -> bool:
-    """True if half of the free memory holds the backbone in float32."""
+    """Return True if half of the free memory holds the backbone in float32."""
     from flatshift.finetune.models.safetensors_index import read_index
 
     entries = read_index(open_backbone(recipe.backbone).directory).values()
@@ -365,9 +370,9 @@ def _fits(recipe: Recipe) -> bool:
 def streamed(
     recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, *, added: Sequence[tuple[Path, float]] = ()
 ) -> Any:
-    """Backbone + adapter in float32, whose frozen weights stay in their files until the block that they are of runs.
+    """Build backbone + adapter in float32; frozen weights stay in their files until their block runs.
 
-    added: other adapters whose changes come on top of the frozen weights, and their weights.
+    added: other adapters whose changes are added to the frozen weights, and their weights.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -409,7 +414,8 @@ def streamed(
 
 
 def available_memory() -> int:
-    """Bytes of host memory that are free for this process: of the machine, and of the limit of its control group."""
+    """Return the bytes of host memory available to this process: of the machine, or within its control group's
+    limit."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
