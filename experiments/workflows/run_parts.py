@@ -178,8 +178,7 @@ def check_inputs(path: Path) -> None:
 
 
 def discard_failed_run(path: Path, console: Console) -> None:
-    """Delete the directory of a run that failed by its settings, unless it has finished parts; report a finished
-    selection."""
+    """Delete the directory of a run that failed by its settings, unless it holds a selection or metrics."""
     chosen = path / "selection"
     if not chosen.exists() and not (path / METRICS).exists():
         shutil.rmtree(path)
