@@ -60,7 +60,6 @@ class RunContext:
     draw: Draw | None = None
     probe: FineTuneProbe | None = None
     load_model: LayOut = load_model
-    """Loads the model of a stage."""
 
     def watch(self, label: str, rows: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show an evaluation on the console; it ends at the first batch after a stop signal, on all ranks."""
