@@ -119,7 +119,7 @@ def _real(device: torch.device | str) -> bool:
 
 
 def copied(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Return a host tensor on `device` without waiting for the copy; the tensor itself if it is there already."""
+    """Return a host tensor on `device` without waiting for the copy; the tensor itself if it is already on it."""
     return tensor.to(device, non_blocking=capabilities(device).pinned)
 
 
