@@ -31,7 +31,7 @@ class PlannedUpdate:
 
     memory: MemoryPlan
     seconds: float | None = None
-    """Of a step with the longest rows; None: the device's rates are unknown."""
+    """Time of a step with the longest rows; None: the device's rates are unknown."""
 
 
 class UpdateMeter:
