@@ -168,11 +168,7 @@ def _start(
         with _kept(folder, number).open("wb") as kept:
             processes.append(
                 subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        *command,
-                    ],  # -P: no module of the user's directory may shadow ours or Python's
+                    [sys.executable, "-P", *command],  # -P: the user's directory must not shadow modules
                     env={**os.environ, **shared, **own},
                     stdin=subprocess.DEVNULL,
                     stdout=None if number == 0 else kept,
@@ -259,9 +255,8 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
         words = _kept(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
         said = "; its last words:\n" + "\n".join(words) if words else ""
         message = f"flatshift: rank {rank} (pid {process.pid}) ended with exit code {process.returncode}{said}"
-        return FailureReason(
-            process.returncode, "" if rank == 0 else message, rank
-        )  # rank 0 has printed to the terminal itself
+        # rank 0 has printed to the terminal itself
+        return FailureReason(process.returncode, "" if rank == 0 else message, rank)
     number = signal.Signals(-process.returncode)
     reason = "; the kernel ends processes so when memory runs out" if number == signal.SIGKILL else ""
     then = job.again or f"the last checkpoint is kept: continue with `flatshift train --resume{where}`"

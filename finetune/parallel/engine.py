@@ -197,7 +197,7 @@ class Engine:
         return limit
 
     def usable(self, head: Head | None) -> Head | None:
-        """Return `head` if `judged` has it: a pipeline's stand-in gives logits only."""
+        """Return `head` for evaluation; None under a pipeline, whose stand-in gives logits only."""
         return head if self.runner is None else None
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:

@@ -58,7 +58,6 @@ class TrainingState:
     rewinds: list[dict[str, Any]] = field(default_factory=list)
     """Spikes that the stage rolled back for: `step`, `loss`, `limit`, and `to`, the step of the checkpoint."""
     callbacks: list[dict[str, Any] | None] = field(default_factory=list)
-    """States of the callbacks."""
     best: dict[str, Tensor] = field(default_factory=dict)
     """Adapter after `best_step`, this rank's part; empty while it is the live one or there is no dev set."""
 

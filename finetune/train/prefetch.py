@@ -124,7 +124,7 @@ class _Update:
 
 
 class Prefetch:
-    """`at` and `supervised` of `source`, with the step after the last requested one prepared in the background.
+    """Prefetching wrapper of `source`: the step after the last requested one is prepared in the background.
 
     All work of `source` is done by one thread, in order. An error in it is raised when its step is requested.
     """
