@@ -160,7 +160,7 @@ def flash_attention_problem(engine: Engine, train: Train, device: torch.device) 
 
 
 def _unsuited(engine: Engine, train: Train) -> str | None:
-    """Return the reason within the run or its base model, as `flash_attention_problem`."""
+    """Return a reason given by the run or its base model, as for `flash_attention_problem`; None if there is none."""
     if engine.world.width("cp", "pp") > 1:
         return "tokens lie on several ranks"
     base = engine.peft.get_base_model()

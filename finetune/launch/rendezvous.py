@@ -101,6 +101,7 @@ class StoreBoard:
 
     def claim(self, key: str, text: str) -> bool:
         with _silent_on_errors():
+            # an expected value of "" sets the key only if it is absent
             return self.store.compare_set(key, "", text) == text.encode()
 
 

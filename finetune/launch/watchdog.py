@@ -87,7 +87,7 @@ class Watch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Post that this rank left regularly, and end the thread."""
+        """End the thread and post that this rank left regularly."""
         self._over.set()
         self._thread.join(timeout=5)
         with contextlib.suppress(RankTimeout):
@@ -213,6 +213,7 @@ class Watch:
 
     def _board_is_gone(self) -> None:
         """Exit because the store's host, the launcher or rank 0, does not answer."""
+        # rank 1 prints for all: rank 0 is gone, or the launcher is
         if not self.board.local and self.rank == 1:
             host = "the launcher" if hosted_by_agent() else "rank 0"
             print(

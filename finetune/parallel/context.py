@@ -176,5 +176,6 @@ class ContextParallel:
         """Return `key` and `value` (B, H, T/cp, D) for all tokens in order, by one collective."""
         both = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], dim=-1)
         runs = borders.enter_tokens(both, self.group).chunk(self.multiple, dim=1)
+        # rank i sent runs i and 2·cp − 1 − i: first halves ascend with the rank, second halves descend
         both = torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=1).transpose(1, 2)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]

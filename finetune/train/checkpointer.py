@@ -141,7 +141,7 @@ class Checkpointer:
         stop = max(first + spikes.skip, batch_index(now.step, now.left_out) + 1)
         self.progress.left_out = merge_skipped_ranges(now.left_out, first, stop)
         self.progress.rewinds = [*now.rewinds, {**spike, "to": found.step}]
-        self.saved_step = -1
+        self.saved_step = -1  # so that the checkpoint of this step is written again
         self.save()
         return True
 

@@ -302,6 +302,7 @@ class FlopCounter:
         rank = sum(layer.r[name] for name in layer.active_adapters if name in layer.r)
         a, b = 2.0 * rows * rank * into, 2.0 * rows * rank * out
         needed = int(x.requires_grad)
+        # backward: gradients of A, of B and of the activation between them; that of the input only if needed
         self._add(layer, frozen + a + b, needed * (frozen + a) + a + 2 * b)
 
     def _attend(self, width: float, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -163,6 +163,7 @@ class Preconditioned(Space):
         shrink, weights = [], []
         for parameter in trained.parameters.values():
             found = preconditioner(parameter)
+            # an infinite P gives 0, which holds its entry fixed
             shrink.append(torch.zeros_like(parameter) if found is None else found.rsqrt())
             weights.append(parameter.detach())
 
