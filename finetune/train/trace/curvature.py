@@ -141,7 +141,8 @@ class Preconditioned(Space):
     name = "preconditioned"
 
     def __init__(self, inner: Space, shrink: Tensor, weights: Tensor) -> None:
-        """
+        """Create the space.
+
         Args:
             shrink: P^-½ (N,); zero where θ is held fixed.
             weights: θ (N,).
