@@ -55,11 +55,11 @@ class Projector:
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes:
-    """What to do when the loss jumps: roll back to a checkpoint and leave out the batches around (PaLM, arXiv
+    """Recovery from loss spikes: roll back to a checkpoint and skip the batches around the spike (PaLM, arXiv
     2204.02311, §5.1).
 
-    An update is a spike where its loss is above m + `threshold` · max(1.4826 · MAD, m/100), m the median of the losses
-    of the last `window` updates and MAD their median distance from it.
+    A step is a spike if its loss is above m + `threshold` · max(1.4826 · MAD, m/100), where m is the median loss of the
+    last `window` steps and MAD their median absolute deviation from it.
     """
 
     window: int = 64
@@ -451,8 +451,8 @@ Severity = Literal["refuse", "warn", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataChecks:
-    """Checks of the rows before step 1. Each kind is refused above the share `most`, only reported
-    (`warn`), or not looked for (`off`)."""
+    """Checks of the data before step 1. Each kind stops the run above the share `most` (`refuse`), is only reported
+    (`warn`), or is skipped (`off`)."""
 
     copies: Severity = "refuse"
     """Dev or test examples that are also training examples, ignoring white space and Unicode form (NFKC)."""
@@ -485,7 +485,7 @@ class DataChecks:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where rows come from and what is done to bad ones."""
+    """Data sources and the treatment of bad rows."""
 
     train: TrainFiles = field(default_factory=TrainFiles)
     """Training examples."""
@@ -579,9 +579,9 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a run writes down on its way, into `trace.jsonl`: one line per recorded step of fine-tuning, in one process.
+    """Training trace, written to `trace.jsonl`: one line per recorded step of fine-tuning, in one process.
 
-    Measuring changes nothing: with and without it, training ends with the same bits.
+    Recording does not change training: results are bit-identical with and without it.
     """
 
     steps: Literal["log"] | tuple[int, ...] = "log"
