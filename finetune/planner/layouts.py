@@ -142,17 +142,17 @@ class Layout:
 
 
 _ALIKE = 1.02
-"""Times that the model cannot tell apart."""
+"""Ratio of times that the model cannot tell apart."""
 
 
 def best_of(found: Sequence[Layout]) -> Layout:
-    """The fastest that fits, of those that are as good as equal that with the fewest cuts: copies before shards before
-    tensor parallelism before stages. If none fits, the nearest."""
+    """Return the fastest layout that fits; among those about as fast, the one with the fewest cuts, preferring replicas
+    to shards to tensor parallelism to pipeline stages. If none fits, the closest."""
     first = min(found, key=lambda layout: layout.order)
     if not first.fits:
         return first
     alike = [layout for layout in found if layout.fits and layout.time.total <= _ALIKE * first.time.total]
-    # where all wait for the host, that with the least work for a device
+    # if all wait for the host, prefer the one with the least device work
     return min(alike, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
 
 
@@ -289,7 +289,7 @@ def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_par
     adapters = 4 * sizes.adapter / (mesh.tp * mesh.pp)
     held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     copies = data * mesh.cp // held
-    # to shards once, then among their copies once there and once back
+    # reduce-scatter to the shards, then all-reduce among their copies
     reduced = adapters * ((held - 1) / held + 2 * (copies - 1) / copies / held)
     sequence = train.max_length // mesh.cp
     sent = 4 * of_piece * sequence * sizes.hidden * sizes.routed * width

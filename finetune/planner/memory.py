@@ -93,9 +93,7 @@ def memory_plan(
     train = read_precision(train, model)
     lora, device = lora_factors(model), next(model.parameters()).device
     narrow = train.precision != "fp32" and train.adapter_precision != "bf16" and train.checkpointing == "none"
-    casts = (
-        2 * sum(a.numel() + b.numel() for a, b in lora) if narrow else 0
-    )  # autocast makes these copies once, whatever the batch size
+    casts = 2 * sum(a.numel() + b.numel() for a, b in lora) if narrow else 0  # once, whatever the batch size
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}
