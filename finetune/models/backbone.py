@@ -105,9 +105,7 @@ class Backbone:
         """Load a separate tokenizer, to be changed and saved."""
         from transformers import AutoTokenizer
 
-        config = (
-            self.config
-        )  # read first: AutoTokenizer reads it too, and would blame the tokenizer for a bad config.json
+        config = self.config  # read first: the tokenizer would be blamed for a bad config.json
         try:
             with quiet_transformers():
                 tokenizer = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
@@ -408,7 +406,7 @@ def check_task(name: str | Path | Backbone, task: Task) -> None:
     auto, _ = auto_class(task, num_labels=2, label_names=None)
     if type(config) not in auto._model_mapping:  # the first check of `from_pretrained`
         raise no_class(task, where)
-    if task.backbone == "encoder" or not config.is_encoder_decoder:  # else the decoder alone is meant, if it is there
+    if task.backbone == "encoder" or not config.is_encoder_decoder:  # otherwise only the decoder is used, if it has one
         check_causal(config, task, where)
 
 

@@ -68,9 +68,7 @@ def hidden_state_encoder(
             return_tensors="pt",
             return_token_type_ids=False,
         ).to(place)
-        if not batch["input_ids"].shape[
-            1
-        ]:  # an empty batch has no dtype and no states: run one token to get their width
+        if not batch["input_ids"].shape[1]:  # an empty batch has no states: run one token for their width
             one = torch.full((1, 1), tokenizer.pad_token_id, device=place)
             width = model(input_ids=one, attention_mask=torch.ones_like(one)).last_hidden_state.shape[2]
             return np.zeros((len(texts), 0, width), np.float32), np.zeros((len(texts), 0), np.int64)

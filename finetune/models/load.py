@@ -95,6 +95,4 @@ def load_backbone(
     if narrow:
         widen_on_use(model, where=where)
     settle(model)
-    return (
-        model if quantization is not None else model.to(device)
-    )  # a quantised model was loaded onto the device already
+    return model if quantization is not None else model.to(device)  # quantised weights are on it already

@@ -198,9 +198,7 @@ def unwrap_packed(model: nn.Module) -> None:
     from torch import Tensor, nn
 
     for module in model.modules():
-        weight: Any = module._parameters.get(
-            "weight"
-        )  # PEFT's layers forward their base layer's weight as an attribute
+        weight: Any = module._parameters.get("weight")  # PEFT layers forward their base layer's weight as an attribute
         if getattr(weight, "quant_state", None) is not None:
             holder: Any = module
             holder.quant_state = weight.quant_state
