@@ -87,9 +87,7 @@ def attach_adapter(
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trainable(model).items():
-        if (
-            ".lora_" in name and ".lora_magnitude_vector" not in name
-        ):  # a DoRA magnitude starts as the backbone's row norm
+        if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude starts as the backbone's row norm
             _copy(parameter, initial_value(name, parameter.shape, seed, deviation))
     if adapter.init != "default" or adapter.under is not None:
         _begin(model, adapter, seed=seed, initial=initial, calibration=calibration)
@@ -244,9 +242,7 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     layers = lora_layers(model)
     config: Any = model.peft_config[ADAPTER]
     head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
-    biases = (
-        getattr(config, "bias", "none") != "none" and config.modules_to_save
-    )  # PEFT would write the modules' biases twice
+    biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
     if head or biases:
         return write_adapter(model, trainable(model), directory)
     with replacing_directory(directory) as temporary:

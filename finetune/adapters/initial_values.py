@@ -99,9 +99,7 @@ def _corda(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibrati
         ) from error
 
     def run() -> None:
-        for micro in calibration.batches(
-            backbone.device, rows=1
-        ):  # PEFT computes the covariance of one sequence's tokens
+        for micro in calibration.batches(backbone.device, rows=1):  # PEFT's covariance is of one row's tokens
             with calibration.precision():
                 backbone(**micro.inputs)
 

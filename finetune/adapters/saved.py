@@ -147,9 +147,7 @@ def check_start(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftM
     live = {name: (layer.r[ADAPTER], layer.scaling[ADAPTER]) for name, layer in lora_layers(model).items()}
     theirs = saved.scales(tensors)
     if any(name.endswith(".lora_A.weight") and ".experts." in name for name in tensors):
-        theirs = {
-            name: live.get(name, value) for name, value in theirs.items()
-        }  # factors of experts have r·E rows; their shapes are compared later
+        theirs = {name: live.get(name, value) for name, value in theirs.items()}  # r·E rows; shapes are compared later
     odds: list[str] = []
     if theirs.keys() != live.keys():
         odds.append(f"it adapts {_leaves(theirs)} and the recipe {_leaves(live)} (adapter.targets)")

@@ -72,9 +72,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _whole(backbone, adapter)
     return LoraConfig(
-        task_type=None
-        if adapts_head(adapter, new)
-        else task.peft_type,  # with a task type, PEFT would train the head in full instead
+        task_type=None if adapts_head(adapter, new) else task.peft_type,  # else PEFT would train the head in full
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,

@@ -53,7 +53,7 @@ def attach_soft_tokens(
     width = table.weight.shape[1]
     if width != backbone.config.get_text_config().hidden_size:
         raise UserError(f"adapter.soft_tokens: this backbone's embeddings have {width} channels, its blocks others")
-    with seeded(0, table.weight.device):  # PEFT draws values that are replaced below
+    with seeded(0, table.weight.device):  # PEFT initialises values that are replaced below
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=count, token_dim=width)
         model: Any = get_peft_model(backbone, config)
     drawn = torch.randint(0, table.weight.shape[0], (count,), generator=torch_generator(seed, "init", WEIGHT))
