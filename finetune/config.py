@@ -264,9 +264,9 @@ class Train:
     """Longer examples are truncated (null), dropped from the training data (drop; dev and test examples are truncated),
     stop the run (refuse), or are read in consecutive pieces (split: language-model and masked-lm), every token once."""
     max_cut: float | None = None
-    """Largest fraction of the examples, per split and source, that `max_length` may truncate, up to the whole prompt;
-    more stops the run. Null: the larger of 0.5 and `task.max_truncated`; of whole prompts only the latter (else
-    none)."""
+    """Largest fraction of the examples, per split and source, that `max_length` may truncate or leave without any
+    prompt; more stops the run. Null: the larger of 0.5 and `task.max_truncated` for truncated examples,
+    `task.max_truncated` (else none) for those without a prompt."""
     max_dropped: float | None = None
     """Largest fraction of the training examples, per source, that `overlong: drop` may drop; more stops the run. Null:
     0.1."""
@@ -466,7 +466,7 @@ class DataChecks:
     empty_classes: Severity = "warn"
     """Classes without a training example."""
     same_answers: Severity = "warn"
-    """Pairs of identical answers (task.kind: preference)."""
+    """Pairs whose two answers are the same (task.kind: preference)."""
     repeated_prompts: Severity = "warn"
     """Answers that start with their prompt, which would then appear twice."""
     unknown_tokens: Severity = "warn"
@@ -685,6 +685,7 @@ def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> No
         value = getattr(config, name)
         if value is None:
             continue
+        # negated comparisons, so that NaN fails too
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             wanted = (
                 f"≥ {low}" if high in (None, math.inf) else f"≤ {high}" if low is None else f"between {low} and {high}"

@@ -178,7 +178,7 @@ def merge_files(
         for other in _tied(model, name) or [name]:  # tied weights trained in full remain one tensor
             if other in keys:
                 pieces[checkpoint.entries[keys[other]].file.name][keys[other]] = piece
-    pieces[max(pieces)].update(added)
+    pieces[max(pieces)].update(added)  # to the last file
     rounding = Rounding()
     for file, content in pieces.items():
         _write(out / file, content, rounding)
@@ -428,7 +428,7 @@ def _write(file: Path, pieces: dict[str, _Piece], rounding: Rounding) -> None:
         }
         end += piece.size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the header's end is aligned to 8 bytes
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)

@@ -83,7 +83,7 @@ def fold(model: PeftModel, offsets: Mapping[str, Offset], *, why: str) -> None:
         if isinstance(base, nn.Embedding) or getattr(layer, "fan_in_fan_out", False):
             delta = delta.T
         base.weight.data = (base.weight.data.float() + delta.to(base.weight.device)).to(base.weight.dtype)
-    vars(model)["offsets"] = {**offsets_of(model), **offsets}  # by vars: not part of the module's state
+    vars(model)["offsets"] = {**offsets_of(model), **offsets}  # not part of its state_dict
 
 
 def join(tensors: Mapping[str, Tensor], model: PeftModel) -> dict[str, Tensor]:

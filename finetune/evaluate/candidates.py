@@ -175,7 +175,7 @@ def answer_nats(
     mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
     kept = {}
     if cache is not None:
-        cache = copy.deepcopy(cache)
+        cache = copy.deepcopy(cache)  # it is repeated in place, and serves other batches too
         cache.batch_repeat_interleave(len(prompts))
         kept = given_cache(cache)
     with inference.precision():

@@ -43,7 +43,7 @@ def evaluate(
     Returns the metrics of the task, each as `{value, low, high, n}` with n the number of examples. A metric that is not
     finite is null. On a mesh every rank calls this and gets the same metrics; `inference` assigns each rank its
     examples, and without it this is one process on a CPU. `figures` receives each metric as a `Figure` that can be
-    evaluated on groups of the examples and compared with another model's; the dictionary after it receives the model's
+    evaluated on groups of the examples and compared with another model's; the last argument receives the model's
     outputs for each example (see `Evaluator`).
 
     Raises:
@@ -232,7 +232,7 @@ def head_scores(
             logits = model(**batch.inputs).logits.float()
         if not outputs.shape[1]:
             outputs = np.zeros((len(examples), logits.shape[1]))
-        if not micro.samples:
+        if not micro.samples:  # no example here: this rank only took part in the collective pass
             continue
         index = [row[0] for row in micro.rows]
         losses[index] = task.example_losses(logits, batch.labels).double().cpu().numpy()

@@ -223,7 +223,7 @@ def generate_batches(
                 generation_config=config,
                 **more,
             )
-        if counts:
+        if counts:  # else this process only took part in the collective passes
             yield places, out[:, 1 if apart else ids.shape[1] :]
         inference.beat(len(batch))
 

@@ -73,7 +73,7 @@ def check_packing_isolation(
         if not agree(moved != 0):
             return
         noise = max(_distance(before, packed(tokens)), _distance(in_rows(tokens), in_rows(others)))
-    if not moved <= _NOISE * noise:
+    if not moved <= _NOISE * noise:  # NaN is a leak too
         share = moved / max(before.abs().max().item(), 1e-12)
         raise UserError(
             f"this backbone lets packed samples see each other (logits move by {share:.1e} of their size); {advice}"

@@ -93,7 +93,7 @@ def document_nats(
                 each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
             else:
                 each, rows = _by_head(model, head, batch, task)
-        if not micro.samples:
+        if not micro.samples:  # this rank has no example of the batch, and only took part in the collective pass
             continue
         index = np.array([row[0] for row in micro.rows])
         sums = torch.zeros(len(index), dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())

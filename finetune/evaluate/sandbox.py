@@ -57,7 +57,7 @@ def refuse_unless_contained() -> None:
 def run_program(code: str, limits: Limits | None = None) -> Outcome:
     """Run Python `code` to its end; `passed` only if its last line was reached."""
     limits = limits or Limits()
-    word = secrets.token_hex(16)
+    word = secrets.token_hex(16)  # a secret, which a program cannot guess
     receiving, sending = os.pipe()
     late, told = False, b""
     with tempfile.TemporaryDirectory(prefix="flatshift-program-") as scratch:

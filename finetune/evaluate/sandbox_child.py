@@ -24,7 +24,7 @@ def _ok(result: int, what: str) -> None:
 
 
 def _apart(scratch: str, size: int) -> None:
-    """Enter new namespaces in which only this user exists; root becomes nobody first."""
+    """Enter new namespaces in which only this user exists; root first becomes the user nobody."""
     others = _NEWUSER | _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
     root = os.geteuid() == 0
     if root:
@@ -32,7 +32,7 @@ def _apart(scratch: str, size: int) -> None:
         _ok(_libc.mount(None, b"/", None, _REC | _PRIVATE, None), "private mounts")
         _reach(sys.base_prefix)
         _read_only(scratch, f"size={size},nr_inodes=1000,mode=700,uid={_NOBODY},gid={_NOBODY}")
-        _set_mount(b"/proc", 0, _ATTR_RDONLY)  # for the uid maps below; nobody cannot write others
+        _set_mount(b"/proc", 0, _ATTR_RDONLY)  # for the uid maps below; user nobody cannot write others
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
@@ -48,7 +48,7 @@ def _apart(scratch: str, size: int) -> None:
 
 
 def _reach(directory: str) -> None:
-    """Make Python's own files readable for nobody, even in a home directory that only root can enter."""
+    """Make Python's own files readable for the user nobody, even in a home directory that only root can enter."""
     parts = directory.strip("/").split("/")
     above = ["/" + "/".join(parts[:n]) for n in range(1, len(parts) + 1)]
     closed = next((path for path in above if not pathlib.Path(path).stat().st_mode & 0o001), None)

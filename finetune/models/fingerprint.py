@@ -74,6 +74,7 @@ def _digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
     names = sorted(entries)
     with ThreadPoolExecutor(_workers()) as pool:  # hashing releases the GIL
         found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
+    # cache only if the file did not change while it was read, or shortly before
     if _state(file) == state and max(state[2:]) < began - _YOUNG_NS:
         _known[key] = found
         told = {**about, "tensors": found}

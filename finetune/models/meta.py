@@ -167,7 +167,7 @@ def _contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
 
 
-_contiguous.keeps_values = True  # type: ignore[attr-defined]  # of `flatshift.regularizers.layers.fused`
+_contiguous.keeps_values = True  # type: ignore[attr-defined]  # read by `flatshift.regularizers.layers.fused`
 
 
 def settle_padding(model: Any, backbone: Backbone) -> None:

@@ -70,6 +70,7 @@ def resolve(
     totals = _totals(mesh, devices, processes)
     possible = [o for n in totals for o in options(mesh, n, free) if allowed(o, mesh, settings, sizes, node)]
     if not possible:
+        # a broken rule, if there is one, is the better message
         for ranks in totals:
             for option in options(mesh, ranks, free):
                 check_settings(dataclasses.replace(settings, mesh=option))

@@ -185,7 +185,7 @@ def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks:
     from ..compute.process_memory import handed_out, peaks_during, process_bytes
 
     torch.set_num_threads(1)
-    # a first small step loads libraries and starts thread pools, so that they count as libraries
+    # a first small step, so that everything loaded on first use counts as libraries
     tiny = _model_step("cpu", _Probe(64, 32, 0), 1, precision)
     tiny()
     del tiny
@@ -218,7 +218,7 @@ def _best(call: Callable[[], object], kind: str) -> float:
         if kind == "cuda":
             torch.cuda.synchronize()
         found.append(clock() - began)
-    return min(found[1:])
+    return min(found[1:])  # the first run is a warm-up
 
 
 def _product_rate(kind: str, probe: _Probe) -> float:

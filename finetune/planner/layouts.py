@@ -196,6 +196,7 @@ def layouts(
                     if key not in found or layout.order < found[key].order:
                         found[key] = layout
     if not found:
+        # a broken rule, if there is one, is the better message
         check_settings(dataclasses.replace(settings, mesh=given))
         raise UserError(
             f"no mesh of {cluster.count} devices goes with {rows} rows of an update, {sizes.heads} heads in "
