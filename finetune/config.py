@@ -507,7 +507,7 @@ class Data:
     """Share of training examples given a wrong label, drawn by seed and written to `label_noise.json`; larger shares
     contain smaller ones. The draw is over all training examples before any limit: an example that is wrong under one
     limit is wrong under every other, and a limited subset holds this share up to chance. A class becomes another one; a
-    completion or seq2seq target is swapped for that of an example with a different answer; the tokens of a plain
+    completion or seq2seq target is replaced by that of an example with a different answer; the tokens of a plain
     language-model example are shuffled."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
     """Malformed rows stop the run with file:line (`refuse`), or are skipped and counted (`skip`)."""
@@ -676,7 +676,7 @@ LONGEST = 2**24
 
 
 def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> None:
-    """Check that field values are in `(low, high)`, ends included. A bound of None allows any value except infinity; a
+    """Check that field values are in `(low, high)`, ends included. An upper bound of None allows any finite value; a
     value of None passes.
 
     Raises ValueError that starts with the field's name, so that a recipe loader can report where it was set.
