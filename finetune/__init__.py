@@ -1,10 +1,10 @@
-"""A frozen backbone, adapters on it, the training loop, checkpoints, evaluation.
+"""Frozen backbones, adapters on top of them, the training loop, checkpoints and evaluation.
 
     model = attach_adapter(load_backbone("flatshift-5m", task=LanguageModel()), Adapter(), task=LanguageModel(), seed=0)
     stage = TrainingStage(name="fine-tune", ..., run=RunDirectory.create("runs/first"))
     result = Trainer(model, tokenizer, stage).fit()
 
-Names are resolved when first used, so that importing `flatshift.finetune.config` costs nothing.
+Names are resolved on first use, so importing `flatshift.finetune.config` imports nothing else.
 """
 
 from __future__ import annotations
