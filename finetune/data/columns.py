@@ -381,8 +381,8 @@ class Examples(Sequence[Example]):
         return Examples(self._table, rows if self._index is None else self._index[rows])
 
     def column(self, name: str) -> np.ndarray | None:
-        """Return `class`, `target`, `units`, `desirable` or `supervised` (number of target labels), (N,), or
-        `classes`, (N, C) of 0 and 1; None if there is no such column."""
+        """Return a column that has one value per example: `class`, `target`, `units`, `desirable` or the number of
+        target labels, (N,), or `classes`, (N, C) of 0 and 1; None if there is no such column."""
         values = self._table.columns.get(name)
         return values if values is None or self._index is None else values[self._index]
 

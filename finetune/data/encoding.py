@@ -442,7 +442,7 @@ class RowEncoder:
     def _within(self, text: str, left: bool) -> str:
         size = self._room
         while 2 * size + 1 < len(text):
-            # One character more, because the tokenisation of a run of equal characters depends on where it starts or ends.
+            # One character more, because tokens of a run of equal characters depend on where it starts or ends.
             parts = [text[-n:] if left else text[:n] for n in (size, 2 * size, 2 * size + 1)]
             whole = self.tokens(parts)["input_ids"]
             held = [list(shortened(ids, self.max_length + 1, left=left)) for ids in whole]
