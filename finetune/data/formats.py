@@ -521,12 +521,7 @@ def _parquet_file(path: DataFile) -> Iterator[Any]:
             yield file
     except UserError:
         raise
-    except (
-        pa.ArrowException,
-        ValueError,
-        LookupError,
-        ArithmeticError,
-    ) as error:  # such as column names that are not text
+    except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # e.g. bad column names
         raise BrokenFile(f"{path}: not a valid Parquet file ({first_line(error)})") from error
 
 

@@ -191,10 +191,9 @@ class TokenProportions:
         self._turns = MixtureSchedule(len(self.parts))
         self._total = 0
         self._served = [0] * len(self.parts)  # tokens
-        self._waiting = [
-            (0, i) for i, part in enumerate(self.parts) if part
-        ]  # by the T at which the next sample is eligible
-        self._ready: list[tuple[int, int, int]] = []  # by its end, with its length
+        # (T at which the next sample becomes eligible, source); times are scaled to integers
+        self._waiting = [(0, i) for i, part in enumerate(self.parts) if part]
+        self._ready: list[tuple[int, int, int]] = []  # (end of the sample, source, its length)
 
     @property
     def shares(self) -> list[float]:

@@ -37,9 +37,8 @@ def panel_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[l
     labels = micro.labels.tolist()
     shown: list[list[Span]] = []
     decoder = "decoder_input_ids" in micro.inputs
-    whole = (
-        micro.labels.ndim == 1 or micro.labels.is_floating_point()
-    )  # labels of the whole row: class, classes or target
+    # labels of whole rows: a class, classes or a target
+    whole = micro.labels.ndim == 1 or micro.labels.is_floating_point()
     for row, samples in enumerate(micro.rows):
         for start, stop in _samples(micro, row, len(samples)):
             if decoder or whole:
