@@ -543,6 +543,7 @@ class Specials:
             middle = (joint,) if joint is not None else tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
             pair_suffix = suffix
         segments = (0, 1) if "token_type_ids" in tokenizer.model_input_names else None
+        # Some tokenizers list token_type_ids but use only one segment.
         if segments and tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"][-1] == 0:
             segments = (0, 0)
         return cls(prefix, suffix, middle, pair_suffix, segments)

@@ -118,6 +118,7 @@ class EvalBatching:
             mine = batch[index::width]
             some = [int(i) for i in (mine if len(mine) else batch[:1])]
             if task.by_answer:
+                # Mismatched answers come from the next example in file order, independent of the batch size.
                 micro = collator.answered(some, [(i + 1) % len(order) for i in some], self.pad_id, multiple)
             else:
                 micro = collator.collate([(i,) for i in some], self.pad_id, multiple)

@@ -226,6 +226,7 @@ class Collator:
                     labels[r, start] = IGNORE
                 if self.segments is not None:
                     segments[r, start:stop] = _run(self.segments[0], self.segments[1][i], length)
+                # restart positions at 0 for this sample
                 positions[r, start:] -= positions[r, start]
                 start = stop
             if drawn is not None:

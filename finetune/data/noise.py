@@ -47,6 +47,7 @@ def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: in
         raise UserError(f"data.label_noise: {rate} needs another class to replace a label by, and there is only one")
     rng = numpy_generator(seed, "label-noise")
     flipped = rng.permutation(len(labels))[:flips]
+    # Draw a shift for every label, so that the wrong class does not depend on the rate.
     shift = rng.integers(1, max(num_labels, 2), size=len(labels))
     noisy = np.asarray(labels, dtype=np.int64).copy()
     noisy[flipped] = (noisy[flipped] + shift[flipped]) % num_labels
@@ -102,6 +103,7 @@ def foreign_answers(
     after = np.cumsum(sizes)[group]  # start of the rows with another answer in `by_group`, cyclically
     rng = numpy_generator(seed, "label-noise")
     flipped = sorted(rng.permutation(len(rows))[:flips].tolist())
+    # Draw a donor for every row, so that it does not depend on the rate.
     donor = by_group[(after + rng.integers(0, len(rows) - sizes[group])) % len(rows)]
     new = list(rows)
     for i in flipped:

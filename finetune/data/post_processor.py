@@ -48,6 +48,7 @@ def adopt(tokenizer: PreTrainedTokenizerBase, specials: Specials, *, pairs: bool
         pair=two,
         special_tokens=[{"id": called[i], "ids": [i], "tokens": [name]} for i, name in names.items()],
     )
+    # Keep an existing byte-level part, which adjusts offsets; the template replaces everything else.
     trims = _trims_offsets(backend.post_processor)
     kept = [] if trims is None else [processors.ByteLevel(trim_offsets=trims)]
     backend.post_processor = processors.Sequence([*kept, template]) if kept else template

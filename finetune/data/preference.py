@@ -89,6 +89,7 @@ class PreferenceEncoder:
         completions and chats."""
         self.task, self.max_length = task, max_length
         self._how = {"bad_rows": bad_rows, "overlong": overlong}
+        # Encode conversations without a limit and collect bad ones: `_shortened` truncates both sides of a pair alike.
         self._chat = (
             ChatEncoder(task.as_chat, tokenizer, _ANY_LENGTH, bad_rows="skip", truncation=truncation)
             if task.chat

@@ -87,6 +87,7 @@ class RemoteFile:
         assert mode == "rb"
         store, path = open_store(self.url)
         with translate_store_errors(self.url):
+            # No fsspec cache: the BufferedReader below already requests whole blocks.
             handle = with_retries(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
             about = getattr(handle, "details", None) or {}
             if not _marks(about):  # some clients fetch only the size, or nothing

@@ -78,6 +78,7 @@ def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokeni
     reading: list[Any] = [decoders.ByteLevel()]
     if scheme in ("case", "combined"):
         letters = capitals(texts)
+        # Replace capitals after a space first: their flag goes before the space.
         flags = [(" " + c, f"{FLAG} {c.lower()}") for c in letters] + [(c, FLAG + c.lower()) for c in letters]
         bpe.normalizer = normalizers.Sequence([normalizers.Replace(*pair) for pair in (*_WRITTEN, *flags)])
         reading += [decoders.Replace(new, old) for old, new in (*flags, *reversed(_WRITTEN))]

@@ -126,6 +126,7 @@ class Chat(BaseTask):
         from ..data.chat.conversation import read_conversation
         from ..data.chat.template import ChatTemplate
 
+        # Unknown tokens do not decode to the original text.
         if self.date is not None or saved.unk_token_id in example.input_ids:
             return True
         talk = read_conversation(row, system=self.system)

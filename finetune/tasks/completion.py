@@ -182,5 +182,6 @@ class _Choices:
         texts = [tuple(self.template.fill(row, label=name) for name in self.names) for row in rows]
         for all_of_row in set(texts) - self._known.keys():
             encoded = to.tokens(list(all_of_row))["input_ids"]
+            # Leave room for at least one token of context.
             self._known[all_of_row] = tuple((*ids, *to.end)[: to.max_length - 1] for ids in encoded)
         return [self._known[all_of_row] for all_of_row in texts]

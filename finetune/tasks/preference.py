@@ -281,6 +281,7 @@ class Preference(Templated):
             return weights * (1 - (sides.signs * (rewards - self.scale * sides.drift)).sigmoid())
         chosen, rejected = rewards.view(-1, 2).unbind(1)
         if self.loss == "ipo":
+            # rewards include β, but IPO's loss is on plain log-ratios
             return ((chosen - rejected) / self.scale - 1 / (2 * self.scale)).square()
         if self.loss == "orpo":  # rewards are the mean log p per token
             odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))

@@ -96,7 +96,7 @@ class AssistantSpans:
         Raises:
             CannotRender: the template raises.
             AmbiguousTemplate: the answers cannot be located exactly.
-            ValueError: as `Conversation.supervised`.
+            ValueError: with `last_only`, the last turn has `weight: 0`.
         """
         places = conversation.supervised(last_only=last_only)
         try:

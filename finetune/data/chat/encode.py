@@ -316,6 +316,7 @@ def ask(
     Raises:
         UserError: as `ChatEncoder`; a conversation with nothing to answer (unless skipped).
     """
+    # The turns already include the system turn; empty thoughts are part of the answer, so the prompt ends before them.
     encoder = ChatEncoder(
         dataclasses.replace(task, score="generate", system=None, empty_thoughts=True),
         tokenizer,
