@@ -43,7 +43,7 @@ def signed(value: float | None, digits: int = 3) -> str:
 
 
 def decimals_for(half_width: float | None, value: float) -> int:
-    """Return the decimals that show an interval of this half width to two digits, so that its ends and value line up."""
+    """Return the decimals that show an interval of this half width to two digits, so that ends and value align."""
     scale = half_width if half_width else abs(value) / 100
     if not scale or not math.isfinite(scale):
         return 2

@@ -39,7 +39,7 @@ def _distance(found: dict[str, Any]) -> list[Section]:
 
 
 def _table(found: dict[str, Any], sampled: bool) -> Table:
-    """Build a row for each λ. sampled: the best possible value is then an estimate, a bound only for the sampled rows."""
+    """Build a row for each λ. sampled: the best possible value is an estimate, a bound for the sampled rows only."""
     distance = found["distance"]
     other = other_arm(found)
     held = found["held_out"]

@@ -376,7 +376,7 @@ def _random(data: SweepData) -> list[Section]:
 
 
 def _maps(data: SweepData) -> list[Section]:
-    """Draw rank × steps from the trace, then every pair of numeric axes; a word axis only if there are just two axes."""
+    """Draw rank × steps from the trace, then every pair of numeric axes; word axes only if there are just two axes."""
     if data.design == "random":
         return []
     charts: list[Chart] = []
