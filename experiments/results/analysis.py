@@ -216,7 +216,7 @@ def axes_of(data: SweepData) -> list[str]:
 
 def curves_along(table: SweepTable, axis: str, column: str) -> list[dict[str, Any]]:
     """Return the settings of the other axes at which `column` has at least two values of `axis`."""
-    alone = len(table.axes) == 1  # # with one axis, a single point is still drawn
+    alone = len(table.axes) == 1  # with one axis, a single point is still drawn
     return [where for where, count in table.reach(column, axis) if count > 1 or alone]
 
 
@@ -324,7 +324,7 @@ class Direction:
         after = [j for j, v in enumerate(found.values) if not (self.axis == STEP and v == 0)]
         try:
             return crossing([found.values[j] for j in after], found.y[:, after], self.data.epsilon)
-        except UserError:  # # fewer than two values, or no seed that has all
+        except UserError:  # fewer than two values, or no seed that has all
             return None
 
 

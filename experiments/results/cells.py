@@ -91,7 +91,7 @@ def read_marker(out: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- code version
 
 
-_ROOT = Path(__file__).parents[2]  # # not resolved: in a checkout the packages are links
+_ROOT = Path(__file__).parents[2]  # not resolved: in a checkout the packages are links
 _PACKAGES = ("experiments", "finetune", "regularizers", "selection")
 _SHOWS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")
 """Modules that only read and show results: they cannot change a metric of a sweep."""

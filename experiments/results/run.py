@@ -61,12 +61,12 @@ class SelectionResults:
     """Files of a selection."""
 
     path: Path
-    about: dict[str, Any]  # # manifest.json["selection"]
+    about: dict[str, Any]  # manifest.json["selection"]
     table: Any  # scores.parquet as a pyarrow Table, or None
     top: list[dict[str, Any]]  # first records of selected.jsonl
-    judged: dict[str, str]  # # id → domain tag that was hidden from the selector
+    judged: dict[str, str]  # id → domain tag that was hidden from the selector
     points: dict[str, Any] | None  # map.parquet: x, y, kind, and the explained shares
-    targets: dict[str, str] = field(default_factory=dict)  # # id → text of the targets nearest to selected records
+    targets: dict[str, str] = field(default_factory=dict)  # id → text of the targets nearest to selected records
 
     @cached_property
     def scores(self) -> tuple[Any, Any]:
@@ -168,7 +168,7 @@ class RunResults:
     @cached_property
     def eval(self) -> dict[str, dict[str, dict[str, float]]]:
         if self.evaluation:
-            return {}  # # several models, each with its own splits
+            return {}  # several models, each with its own splits
         return _check_eval(self.path / "eval.json", read_object(self.path / "eval.json"))
 
     @cached_property
@@ -260,7 +260,7 @@ class RunResults:
         for part, value in parts.items():
             if _finite(value):
                 timings[f"selection: {part}"] = float(value)
-        for stage in self.metrics.stages:  # # time_s accumulates over resumed attempts
+        for stage in self.metrics.stages:  # time_s accumulates over resumed attempts
             times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _finite(ln.get("time_s"))]
             if times:
                 timings[stage] = float(max(times))
@@ -323,7 +323,7 @@ def _check_eval(path: Path, tree: dict[str, Any]) -> dict[str, dict[str, dict[st
             raise UserError(f"{path}: {split!r} should hold metrics; run `flatshift eval` again")
         for metric, cell in list(metrics.items()):
             if isinstance(cell, dict) and cell.get("value", 0) is None:
-                del metrics[metric]  # # not defined on these rows
+                del metrics[metric]  # not defined on these rows
                 continue
             if not isinstance(cell, dict) or not (isinstance(cell.get("value"), float) or _finite(cell.get("value"))):
                 raise UserError(f"{path}: {split}.{metric} has no number `value`; run `flatshift eval` again")

@@ -171,7 +171,7 @@ def read_sweep(folder: Path) -> SweepData | None:
     cells = _parquet(folder / "cells.parquet")
     known = set(cells.column("cell").to_pylist()) if cells is not None and "cell" in cells.column_names else set()
     curves = _parquet(folder / "curves.parquet")
-    if cells is not None:  # # the tables may still be those of an earlier plan
+    if cells is not None:  # the tables may still be those of an earlier plan
         whole, cells = cells.num_rows, only_planned(cells, plan)
         if cells.num_rows < whole and curves is not None:
             curves = _of_cells(curves, cells)
@@ -236,7 +236,7 @@ def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa
         there.append(pa.table({name: _array([row.get(name) for row in rows]) for name in names}))
     try:
         return pa.concat_tables(there, promote_options="permissive") if len(there) > 1 else there[0]
-    except pa.ArrowException:  # # a column is text in one and a number in the other
+    except pa.ArrowException:  # a column is text in one and a number in the other
         both = [row for table in there for row in table.to_pylist()]
         names = list(dict.fromkeys(name for table in there for name in table.column_names))
         return pa.table({name: _array([row.get(name) for row in both]) for name in names})
@@ -318,7 +318,7 @@ def derive(data: SweepData) -> None:
         place = _cells(data)
         steps = trace.column(STEP)
         last = np.full(len(data), -1.0)
-        known = (place >= 0) & np.isfinite(steps)  # # steps that a failed cell did not reach have no values
+        known = (place >= 0) & np.isfinite(steps)  # steps that a failed cell did not reach have no values
         np.maximum.at(last, place[known], steps[known])
         late = known & (steps >= last[place] / 2)
         data.add(GRADIENT, np.where(data.finished, _largest(norm, place, late, len(data)), np.nan))

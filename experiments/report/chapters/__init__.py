@@ -129,7 +129,7 @@ def _circumstances(run: RunResults) -> list[Section]:
         for key, value in run.environment.items():
             if key == "memory" and isinstance(value, int):
                 value = formats.size(value)
-            if isinstance(value, list | dict):  # # `resumed` is a list of what differed at each resume
+            if isinstance(value, list | dict):  # `resumed` is a list of what differed at each resume
                 parts = value if isinstance(value, list) else [value]
                 value = "; ".join(", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for part in parts)
             if value not in (None, ""):

@@ -99,7 +99,7 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
                     direction.table, direction.axis, where, {**where, axis: base}, test=direction.test,
                     epsilon=direction.data.epsilon,
                 )  # fmt: skip
-            except UserError as error:  # # one of the two lacks seeds or values
+            except UserError as error:  # one of the two lacks seeds or values
                 if where in drawn:
                     said.append(f"{formats.setting(where)} beside {formats.axis_value(base)}: cannot be said, {error}.")
                 continue
@@ -199,9 +199,9 @@ def emc_table(direction: Direction) -> Table | None:
     rows = []
     for where in direction.settings:
         found = direction.table.matrix("train.error", direction.axis, where)
-        try:  # # a diverged run fits nothing, as in a bisection
+        try:  # a diverged run fits nothing, as in a bisection
             emc = emc_from_curve(found.values, np.where(found.diverged, 1.0, found.y), direction.data.epsilon)
-        except UserError:  # # too few sizes, or no seed that finished at all of them
+        except UserError:  # too few sizes, or no seed that finished at all of them
             continue
         said = _complexity(emc.value, emc.low, emc.high, emc.side, (emc.points[0][0], emc.points[-1][0]))
         rows.append([formats.setting(where) or "all cells", said, str(len(found.seeds))])

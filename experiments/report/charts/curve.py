@@ -161,7 +161,7 @@ def band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: 
 def _mark(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
     """Draw the interpolation threshold as a labelled vertical line."""
     x, (first, last) = place.place(value), (min(place.at.values()), max(place.at.values()))
-    left = x < first + 0.3 * (last - first)  # # near the y axis the label would not fit on the left
+    left = x < first + 0.3 * (last - first)  # near the y axis the label would not fit on the left
     ax.axvline(x, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
     ax.annotate(
         f"train error = {epsilon:g}",

@@ -110,7 +110,7 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
             held = {**where, **at, **({layout.lines: level} if layout.lines else {})}
             name = formats.axis_value(level) if layout.lines else "mean"
             curve = trace.curve(quantity.column, STEP, held)
-            if curve:  # # none if every run failed before its first record
+            if curve:  # none if every run failed before its first record
                 lines.append(LineSeries(name, token, curve))
         panels.append(Panel(formats.setting(at) or "all cells", lines))
     caption = "Means over seeds; bands: 95 % t-intervals." if trace.seeds > 1 else "One seed: no interval can be given."
@@ -129,5 +129,5 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
         caption=caption,
         legend=formats.axis_name(layout.lines) if layout.lines else "",
         rule=quantity.rule,
-        linear=quantity.column.endswith(("loss", "error")),  # # keep the true height of a bump
+        linear=quantity.column.endswith(("loss", "error")),  # keep the true height of a bump
     )

@@ -153,7 +153,7 @@ class _Sheet:
         points = [(across[v], p) for v, p in line.points if v in across]
         if not points:
             return
-        if len(points) == 1:  # # a short stroke: a path of one point is invisible
+        if len(points) == 1:  # a short stroke: a path of one point is invisible
             points = [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
         self.lines.setdefault(line.token, []).append([(x, box.y(level.share(p.value))) for x, p in points])
         bounded = [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]
@@ -188,7 +188,7 @@ def _path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
     codes = [Path.MOVETO if i == 0 else Path.LINETO for part in parts for i in range(len(part))]
     path = Path(vertices, codes)
     path.should_simplify = False
-    ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # # `add_patch` would update the limits
+    ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # `add_patch` would update the limits
 
 
 def _level(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _Level:
