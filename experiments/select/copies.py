@@ -1,4 +1,4 @@
-"""No text is chosen twice: records that say the same as one chosen before give way to the next in rank."""
+"""Replace selected records that repeat the text of an earlier one by the next in rank."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _BLOCK = 4096
 
 
 class Copies(NamedTuple):
-    """Records that gave way, and those that could not, for want of another text."""
+    """Counts of repeated records that were replaced, and of those kept because the pool has no other text."""
 
     passed: int = 0
     left: int = 0
 
 
 def without_copies(selector: Selector, sides: PoolAndTarget, chosen: np.ndarray) -> tuple[np.ndarray, Copies]:
-    """`chosen` rows of the pool with those that repeat the text of one before them (but for case, blanks and Unicode
-    form) replaced by the next in rank, of their own domain where the budget is shared out among domains.
+    """Replace rows of `chosen` that repeat the text of an earlier one (ignoring case, spaces and Unicode form).
 
-    Reads no more of the pool than it has to. Copies stay, at the end, where the pool has no other text.
+    The replacement is the next in rank, of the same domain if the budget is shared out among domains. Reads no more of
+    the pool than necessary. Repeats stay, at the end, if the pool has no other text.
     """
     rows = sides.pool.rows
     shared = sides.domains[0] if isinstance(selector, DomainsSelector) else None

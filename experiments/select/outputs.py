@@ -1,4 +1,4 @@
-"""What a selection leaves: scores of the whole pool, the chosen records, and a map of both sides."""
+"""Output files of a selection: scores of the whole pool, the selected records, and a map of both sides."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from flatshift.selection.methods.base import Selector
 
 _SHIPPED_POOL = "sample:pool"
 _LONGEST = 600
-"""Characters of a target that are kept."""
+"""Most characters kept of a target."""
 _GROUP = 1 << 16
 """Rows of scores.parquet written at a time."""
 
 
 def write_choice(recipe: Recipe, directory: Path, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> None:
-    """scores.parquet and selected.jsonl; map.parquet where there are vectors. chosen: row numbers, a row that is to be
-    read more than once more often."""
+    """Write scores.parquet and selected.jsonl, and map.parquet if there are vectors.
+
+    chosen: row numbers, repeated for a row that is to be trained on more than once.
+    """
     spec = recipe.select
     assert spec is not None
     rows, rank = sides.pool.rows, selector.ranks()
@@ -65,7 +67,7 @@ class _Named:
 
 
 def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
-    """The table, written a group of rows at a time; a column that is None is null throughout."""
+    """Write the table one group of rows at a time; a column that is None is null throughout."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -85,9 +87,11 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
 
 
 def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray, id_column: str) -> None:
-    """The chosen records whole, in the order chosen, plus id, score and rank; colliding input keys move under `source`.
-    A record that is to be read again has a line each time, with an id of its own, in the column that ids are read from
-    too, and the record's as `repeat_of`."""
+    """Write the selected records in selection order, plus id, score and rank; colliding input keys move under `source`.
+
+    A repeated record has a line each time, with a new id, also in the column that ids are read from, and the record's
+    id as `repeat_of`.
+    """
     names: set[str] = set(rows.ids)
     seen: set[str] = set()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
@@ -102,7 +106,7 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
                     record[id_column] = name
             seen.add(row.id)
             collides = {key for key in (*added, "repeat_of") if key in record and record[key] != added.get(key)}
-            if "id" in collides and str(record["id"]) == row.id:  # a number, read as the id that it is
+            if "id" in collides and str(record["id"]) == row.id:  # a number, read as this id
                 collides.remove("id")
             if collides:
                 collides |= {"source"} & record.keys()
@@ -113,7 +117,7 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
 
 
 def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
-    """targets.jsonl: id and text of the targets that are nearest to chosen records, for the page."""
+    """Write targets.jsonl for the page: id and text of the targets nearest to selected records."""
     with (directory / "targets.jsonl").open("w", encoding="utf-8") as handle:
         for row in rows:
             text = " ".join(str(row.values.get("text", "")).split())
@@ -129,7 +133,7 @@ def _write_map(directory: Path, x: np.ndarray, y: np.ndarray, selected: np.ndarr
 
 
 def _write_judged_domains(directory: Path, ids: set[str]) -> None:
-    """The shipped pool's hidden tags, for the report only: written after the choice was made."""
+    """Write the shipped pool's hidden tags, for the report only and after the selection."""
     import lzma
 
     from flatshift.finetune.assets import pool_tags
@@ -141,7 +145,7 @@ def _write_judged_domains(directory: Path, ids: set[str]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """NumPy scalars and arrays as JSON values; non-finite numbers as null."""
+    """Convert NumPy scalars and arrays to JSON values; non-finite numbers to null."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, np.ndarray):

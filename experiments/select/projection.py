@@ -1,4 +1,4 @@
-"""The 2-D map of pool, selection and target that a selection leaves for its report."""
+"""2-D map of pool, selection and target for a selection's report."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from flatshift.finetune.seeds import derive
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_FIT = 4096  # rows of each side that the axes are fitted on
+_FIT = 4096  # most rows of each side used to fit the axes
 _LARGEST = 1e30
-"""Features beyond are drawn in units of the largest: coordinates are float32, their variances products."""
+"""Features beyond this are scaled by the largest: coordinates are float32, their variances products."""
 
 
 def project(
     X: np.ndarray, Y: np.ndarray, selected: Sequence[int] | np.ndarray, *, seed: int, max_points: int = 4000
 ) -> pa.Table:
-    """Principal-axis coordinates of a seeded sample of pool, selection and target.
+    """Return principal-axis coordinates of a seeded sample of pool, selection and target.
 
     X: (N, d) pool features, may be a memmap (only sampled rows are read). Y: (M, d) target features. `selected`: row
     numbers of X, or a mask of length N. The axes are fitted on target and pool with half the weight each, so that a
     small target shapes them as much as a large pool. At most a quarter of `max_points` is target, a quarter selection,
-    the rest unchosen pool.
-    Returns a table with x, y (float32) and kind (pool, target, selection); the schema metadata
-    `flatshift.explained` holds the shares of the weighted variance on the two axes. Deterministic in `seed`.
-    Coordinates are in units of the features, or of the largest of them where float32 would be too small for those.
+    the rest pool records that were not selected.
+
+    Returns a table with x, y (float32) and kind (pool, target, selection); the schema metadata `flatshift.explained`
+    holds the shares of the weighted variance on the two axes. Deterministic in `seed`. Coordinates are in units of the
+    features, or of the largest of them if they exceed the float32 range.
+
     Raises ValueError if the widths differ.
     """
     import pyarrow as pa
@@ -57,7 +59,7 @@ def project(
     covariance = np.mean([(side - center).T @ (side - center) / len(side) for side in sides], axis=0)
     values, vectors = np.linalg.eigh(covariance)
     axes = vectors[:, ::-1][:, :2]
-    # An eigenvector's sign is arbitrary: the largest component shall be positive.
+    # An eigenvector's sign is arbitrary: make the largest component positive.
     axes = axes * np.where(axes[np.abs(axes).argmax(axis=0), np.arange(axes.shape[1])] < 0, -1.0, 1.0)
     explained = np.maximum(values[::-1][:2], 0) / max(values.clip(min=0).sum(), np.finfo(float).tiny)
     if axes.shape[1] == 1:  # d = 1: a line

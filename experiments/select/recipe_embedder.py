@@ -1,4 +1,4 @@
-"""The embedder of a recipe as a function of texts, for the maps of other engines
+"""Embedder of a recipe as a function of texts, for the map functions of other engines
 (`flatshift.selection.features.ShardWriter`)."""
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from flatshift.selection.config import Embedder, Gradients
 
 
 class RecipeEmbedder:
-    """texts → (n, dim) float32, the vectors that `flatshift select` makes of them by the recipe's `select.embedder`.
+    """texts → (n, dim) float32, the same vectors as `flatshift select` computes with the recipe's `select.embedder`.
 
     embedder: the model's states (`backbone`, `encoder`), gradients of a light adapter on it (`gradients`), or word
-    vectors (`static`). moments: the texts that Adam's second moments of gradients are taken over, the same in every
-    task and for the target (the embedder draws `moment_texts` of them); others have no use for them. Pickled it holds
-    settings alone: the model is loaded at a process's first call.
+    vectors (`static`). moments: texts for Adam's second moments of gradients, the same in every task and for the target
+    (the embedder draws `moment_texts` of them); other embedders ignore them. A pickle holds settings only: the model is
+    loaded at a process's first call.
 
     Raises UserError for an embedder that is fitted to pool and target, or gradients without texts for their moments.
     """

@@ -2,7 +2,7 @@
 
     found = compare_curves(flat, plain)        # two Curves over the same positions, row s the same seed in both
     found.mean, found.peak, found.threshold    # intervals of flat − plain
-    found.sentence(flat)                       # moves it, removes it, neither, or cannot be said
+    found.sentence(flat)                       # moves it, removes it, neither, or undecided
 
 Finding the peak in one curve and reading the other at the same place is not a valid test: the peak was found where its
 own errors are large and positive, so any second curve seems lower there. Here the triple of points is taken from the

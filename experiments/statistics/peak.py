@@ -1,4 +1,4 @@
-"""Peak test of a curve that is valid with few seeds: is there a peak, where, how high, and how many seeds show it.
+"""Peak test of a curve that is valid with few seeds, with the location, height and detectable height of the peak.
 
     test = peak_test(errors)          # [seeds, points], one run per seed at every point of the axis
     test.rejected, test.location, test.height, test.detectable
@@ -7,6 +7,7 @@ H0: the mean curve is quasi-convex (flat, monotone or U-shaped). T = max over i 
 the seed-paired t of the rise from i to j and t_jl that of the fall from j to l, both with shrunken variances. T is
 compared with the quantile of max over i < j of t_ij on flat Gaussian curves with the points' own shrunken variances: a
 steep rise followed by a plateau makes one side of every triple certain, and no quasi-convex curve is worse than that.
+
 Resampling seeds and asking whether the maximum exceeds both sides is not a test: a maximum always exceeds them.
 
 **Seeds added until a verdict stands.** A test that is repeated at 5 % as seeds come in is wrong far more often than in
