@@ -1,7 +1,7 @@
-"""The work queue of a study: units of cells go to worker processes, and come back when their worker dies.
+"""Work queue of a study: units of cells go to worker processes, and return to the queue when their worker dies.
 
-A worker that is killed (or runs out of memory) costs its unit one try: a stack is cut in half, a single cell is tried
-once more; a cell that ends its worker twice becomes a failed result. The study goes on with a new worker.
+A worker that is killed (or runs out of memory) costs its unit one try: a stack is split in half, a single cell is tried
+once more; a cell that ends its worker twice gets a failed result. The study continues with a new worker.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Unit = tuple[Cell, ...]
 """Cells that one worker trains at a time: one, or a stack on a shared backbone."""
 
 RunUnit = Callable[[Path, Unit, int | None], bool]
-"""(study directory, cells, threads) → whether the process is fit for another unit."""
+"""(study directory, cells, threads) → True if the process can run another unit."""
 
 _DEATHS = 2
-"""Workers that a cell may end, alone, before it is taken to be the cause."""
+"""Number of worker deaths, alone with a cell, after which the cell counts as the cause."""
 _LOOK_S = 1.0
-"""Between two looks at cells that other hosts are at."""
+"""Seconds between two checks of cells that other hosts are running."""
 _STILLBORN = 3
-"""Workers in a row that may end before they are ready, before the study gives up."""
+"""Number of workers in a row that end before they are ready, after which the study gives up."""
 
 
 def run_unit(out: Path, unit: Unit, threads: int | None) -> bool:
-    """Train and judge the cells of a unit; returns whether this process is fit for another one.
+    """Train and evaluate the cells of a unit; return True if this process can run another one.
 
-    A stack that fails as a whole (out of memory) leaves those of its cells without a result that had none.
+    If a stack fails as a whole (out of memory), its unfinished cells are left without a result.
     """
     directories = [out / "cells" / cell.key for cell in unit]
     log = RunDirectory(out).log
@@ -90,12 +90,12 @@ def run_cells(
 ) -> None:
     """Run the cells that have no result yet, in the processes of `places`.
 
-    A single one is this process, unless it computes on a CUDA device: one that failed goes on failing in its process.
+    A single process is this one, unless it uses a CUDA device, which keeps failing in its process after one failure.
 
-    stack: cells trained together on one backbone at most; None: as many as memory allows. rerun: keys of finished
-    cells that run anew. run: how a unit is run. on_result: told the file of each result that was written. leases:
-    where other hosts work on the same cells; returns when all have a result, whoever made it.
-    Raises Interrupted when stopped or when the disk is full; what was finished stays.
+    stack: most cells trained together on one backbone; None: as many as memory allows. rerun: keys of finished cells to
+    run again. run: runs one unit. on_result: called with the file of each new result. leases: for hosts that share the
+    cells; returns when all have a result, from any host. Raises Interrupted when stopped or when the disk is full;
+    finished cells are kept.
     """
     if leases is None:
         await_orphans(out)
@@ -103,7 +103,7 @@ def run_cells(
     unique = {cell.key: cell for cell in cells}
     results = {key: found for key, found in results_of(out, cells).items() if key not in rerun}
     todo = [cell for key, cell in unique.items() if key not in results]
-    todo.sort(key=lambda cell: cell.seed)  # stable: a sweep that is stopped has whole seeds, which can be paired
+    todo.sort(key=lambda cell: cell.seed)  # stable: a stopped sweep has complete seeds, which can be paired
     console.say(f"{label}: {len(unique)} cells, {len(results)} done before, {len(todo)} to run")
     if not todo:
         return
@@ -122,15 +122,15 @@ def run_cells(
 
 
 class Stopped(Exception):
-    """A signal asked a cell to stop."""
+    """Raised when a signal asks a cell to stop."""
 
 
 def units_of(
     cells: Sequence[Cell], places: DevicePlacement, *, stack: int | None, say: Callable[[str], None] = lambda line: None
 ) -> list[Unit]:
-    """Cells in the pieces that workers take; of few cells, stacks so narrow that every worker gets one.
+    """Divide cells into units for workers; with few cells, stacks are narrow enough for every worker to get one.
 
-    say: told how many cells cannot share a backbone, and why.
+    say: called with the number of cells that cannot share a backbone, and the reason.
     """
     if stack == 1:
         return [(cell,) for cell in cells]
@@ -155,7 +155,7 @@ class _Worker:
 
 @dataclass
 class _Queue:
-    """Units that wait, and workers at theirs."""
+    """Waiting units, and workers with theirs."""
 
     out: Path
     waiting: deque[Unit]
@@ -169,7 +169,7 @@ class _Queue:
     deaths: Counter[str] = field(default_factory=Counter)
     stillborn: int = 0
     said: set[str] = field(default_factory=set)
-    """Why stacks fell apart, and what is to be known of the rows, as far as that was said."""
+    """Reasons for split stacks and findings on the rows that have already been printed."""
 
     def work_here(self) -> None:
         """Run every unit in this process, one after another."""
@@ -214,7 +214,7 @@ class _Queue:
                 self._clear(worker.unit)
 
     def _staff(self) -> None:
-        """As many workers as there is work for."""
+        """Start as many workers as there is work for."""
         busy = sum(1 for worker in self.workers.values() if worker.unit)
         wanted = min(self.places.jobs, busy + len(self.waiting))
         for number in range(self.places.jobs):
@@ -258,11 +258,12 @@ class _Queue:
     def _hand_out(self, worker: _Worker) -> None:
         if self.waiting and (unit := self._next(self.places.device(worker.number))):
             worker.unit = unit
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died meanwhile: its pipe says so next
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died: noticed at its closed pipe
                 worker.connection.send(worker.unit)
 
     def _next(self, device: str | None) -> Unit:
-        """The next unit, for `device`; what other code left in its place goes. (): others are at all that waits."""
+        """Return the next unit, for `device`, after deleting stale results; () if other hosts are running all that
+        waits."""
         unit = tuple(place(cell, device) for cell in self._claimed())
         for cell in unit:
             if cell.key in self.rerun:
@@ -271,15 +272,15 @@ class _Queue:
         return unit
 
     def _claimed(self) -> Unit:
-        """The next unit, of which no other host works on a cell."""
+        """Return the next unit without cells that other hosts are running."""
         if self.leases is None:
             return self.waiting.popleft()
         for _ in range(len(self.waiting)):
             unit = self.waiting.popleft()
             mine = tuple(cell for cell in unit if self.leases.take(cell.key))
             self.waiting.extend((cell,) for cell in unit if cell not in mine)
-            self._clear(mine)  # what a dead host left
-            if rest := self._ended(mine):  # asked now that nobody else can make one
+            self._clear(mine)  # left by a dead host
+            if rest := self._ended(mine):  # checked under the lease: nobody else can add a result now
                 return rest
         return ()
 
@@ -291,7 +292,7 @@ class _Queue:
         worker.connection.close()
 
     def _died(self, worker: _Worker, unit: Unit) -> None:
-        """A worker is gone: settle what it finished and take back the rest."""
+        """Handle a dead worker: count its finished cells and requeue the rest."""
         how = _ending(worker.process.exitcode)
         if not worker.ready:
             self.stillborn += 1
@@ -303,14 +304,14 @@ class _Queue:
         self._settle(unit, how)
 
     def _clear(self, unit: Unit) -> None:
-        """Remove what a worker that is dead was writing of `unit`; other workers are writing theirs."""
+        """Remove temporary files of a dead worker in `unit`; those of other workers are still in use."""
         for cell in unit:
             for leftover in (self.out / "cells").glob(f".{cell.key}.*.tmp"):
                 shutil.rmtree(leftover, ignore_errors=True)
             sweep_leftovers(self.out / "cells" / cell.key)
 
     def _ended(self, unit: Unit) -> Unit:
-        """Count the results of a unit that its worker has left; the cells without one."""
+        """Count the results of a unit after its worker is done; return the cells without one."""
         rest = []
         alone: Counter[str] = Counter()
         for cell in unit:
@@ -324,16 +325,16 @@ class _Queue:
             if result.get("alone") is not None:
                 alone[result["alone"]] += 1
         for reason, count in alone.items():
-            if reason not in self.said:  # other stacks of the study have the same to say
+            if reason not in self.said:  # other stacks of the study report the same
                 self.said.add(reason)
                 self._log(f"{count} cells of a stack ran alone: {reason}")
         self.progress.returned(rest)
         return tuple(rest)
 
     def _settle(self, unit: Unit, how: str | None = None) -> None:
-        """Count the results of a unit; cells without one go back to the queue, or fail if they end every worker.
+        """Count the results of a unit; cells without one return to the queue, or fail if they keep ending workers.
 
-        how: what happened to the worker; None: it is well, and a stack failed as a whole.
+        how: what happened to the worker; None: it is fine, and a stack failed as a whole.
         """
         rest = self._ended(unit)
         if not rest:
@@ -380,23 +381,23 @@ def _ending(code: int | None) -> str:
 
 @dataclass(frozen=True)
 class WorkerReply:
-    """What became of a unit."""
+    """Outcome of a unit."""
 
     kind: Literal["done", "stopped", "disk full"]
-    """stopped: a signal came. disk full: nothing more can be written; the study must end."""
+    """stopped: by a signal. disk full: nothing more can be written; the study must end."""
     text: str = ""
     fit: bool = True
-    """Whether this process can take another unit."""
+    """True if this process can take another unit."""
 
 
 READY = WorkerReply("done")
 
 
 def start_worker(parent: int, threads: int) -> None:
-    """Give a worker its share of the cores, and end it when its parent was killed.
+    """Give a worker its share of the cores, and end it if its parent is killed.
 
-    The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait
-    for each other (evaluation was eight times slower). An orphan must not write into a study that somebody restarted.
+    The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait for
+    each other (evaluation was eight times slower). An orphan must not write into a study that has been restarted.
     """
     os.environ.update(dict.fromkeys(THREADS, str(threads)))
 
@@ -409,9 +410,9 @@ def start_worker(parent: int, threads: int) -> None:
 
 
 def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connection) -> None:
-    """The life of a worker: says that it is ready, then answers each unit, until told None or left alone."""
+    """Run a worker: report that it is ready, then answer each unit until it receives None or loses its parent."""
     start_worker(parent, threads)
-    source_digest()  # now: what is edited while the worker lives is not what it runs
+    source_digest()  # now: later edits are not the code that this worker runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     with study_lock(out):
         if os.getppid() != parent:
@@ -430,7 +431,7 @@ def serve(parent: int, threads: int, out: Path, run: RunUnit, connection: Connec
 
 @functools.cache
 def _spare_garbage() -> None:
-    """Once, after the first unit: what it imported stays, and is spared every later search for garbage (0.3 s each)."""
+    """Freeze, after the first unit, everything imported, which later garbage collections then skip (0.3 s each)."""
     gc.collect()
     gc.freeze()
 
@@ -443,5 +444,5 @@ def _answer(out: Path, unit: Unit, threads: int, run: RunUnit) -> WorkerReply:
 
 
 def was_signal(error: Interrupted) -> bool:
-    """Whether it was a signal that ended a cell, not a full disk (which is the error's cause)."""
+    """Return True if a signal ended a cell, not a full disk (which is the error's cause)."""
     return error.__cause__ is None or isinstance(error.__cause__, KeyboardInterrupt)
