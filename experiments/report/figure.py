@@ -94,6 +94,7 @@ class Chart:
         description = f"{self.caption} {said}".strip()
         root = _clean(self.raw, prefix="", title=self.title, description=description)
         ground = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
+        # After <title> and <desc>, behind everything drawn.
         root.insert(2, ground)
         root.set("font-family", FONT)
         ET.register_namespace("", _SVG[1:-1])
@@ -135,6 +136,7 @@ def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element
             elif key == "clip-path":
                 value = value.replace("url(#", f"url(#{prefix}")
             elif key in ("d", "x", "y", "transform", "width", "height", "viewBox"):
+                # A rotation by −0° has no effect.
                 if value.startswith("rotate(-0 "):
                     continue
                 value = re.sub(r"\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), value)
@@ -177,8 +179,11 @@ def drawing() -> Iterator[None]:
     import matplotlib
 
     settings = {
+        # Text stays text: searchable, and in the page's own font.
         "svg.fonttype": "none",
+        # Same ids, and so the same bytes, in every run.
         "svg.hashsalt": "flatshift",
+        # A `$` in a text is not math.
         "text.parse_math": False,
         "font.size": 12,
         "font.family": "DejaVu Sans",

@@ -90,6 +90,7 @@ class Predictions:
             for other, of in _EXPONENTIALS.items():
                 if of == name and f"{name}.count" in self:
                     made[other] = Figure.over(sums, ratio_statistic(np.exp))
+        # Only `figures` is used, so a single resample is enough.
         draw: dict[str, Any] = {"resamples": 1, "confidence": 0.95, "seed": 0}
         if self.of_classes:
             judge_classes(*(codes.tolist() for codes in self._codes(taken)), figures=made, **draw)

@@ -111,6 +111,7 @@ class SampleGradients:
                     logits = self.model(**batch.inputs, use_cache=False).logits
                     nats, row = token_nats(logits, batch.labels, _LANGUAGE)
                     counts = torch.bincount(row, minlength=len(micro.rows)).clamp(min=1)
+                    # Texts of a batch do not interact, so the gradients of the sum are those of each text.
                     (nats / counts[row]).sum().backward()
                 joined = [
                     torch.einsum("bto,btr->bor", parts[name].float(), inputs[name].float()).flatten(1)

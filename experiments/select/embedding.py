@@ -187,6 +187,7 @@ class Vectors:
         if self.spec.cache:
             return FeatureCache(user_path(self.spec.cache))
         embedder = self.spec.embedder
+        # Fewer rows are a single shard, so there would be nothing to resume from.
         if self._state is not None and _EMBEDDERS[type(embedder)].slow and count > SHARD_ROWS:
             return FeatureCache(self._state / "vectors")
         width = getattr(embedder, "dim", 1024)
@@ -262,6 +263,7 @@ def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) 
     taken = TakenRows(matrix, index)
     if taken.nbytes <= HELD_BYTES:
         return np.asarray(taken)
+    # All rows in file order need no index.
     return matrix if len(index) == len(matrix) and (index[:-1] < index[1:]).all() else taken
 
 

@@ -71,6 +71,7 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # In the order of `columns`.
     kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.int32(), pa.string(), pa.string())
     schema = pa.schema(list(zip(columns, kinds, strict=True)))
     count = len(columns["rank"])

@@ -55,9 +55,11 @@ def select_on_ranks(
 
     recipe = resolved.recipe
     check_split(recipe)
+    # One thread per rank: results then do not depend on the number of ranks.
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])
     world = spawn.join(Mesh(dp=size, stall=recipe.mesh.stall), recipe.train.device)
+    # `join` creates no process group for a single process, and the solver needs one.
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     consistency.require_agreement(world, consistency.intentions(recipe))

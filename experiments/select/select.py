@@ -186,6 +186,7 @@ def select_into(
         )
     vectors.close()
     write_json(directory / "manifest.json", manifest)
+    # log.txt still grows, so it gets no digest.
     kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
     write_json(directory / DONE, {FILES: sums(directory, kept)})
     console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")

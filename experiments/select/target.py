@@ -37,6 +37,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
     assert spec is not None
     if not spec.target.files:
         return _training_rows(recipe), []
+    # The limit applies after the holdout, as in a run.
     found = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
     apart: list[Row] = []
     if data.holdout and not data.train.all_files:

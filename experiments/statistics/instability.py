@@ -125,6 +125,7 @@ def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple
             best = (found.value, found.low, found.high, j)
     if best is None:
         return None
+    # `exp` overflows above 709.
     ratio, low, high = (math.exp(min(value, 700.0)) for value in best[:3])
     spike = ratio >= SPIKE and low > 1
     return spike, (

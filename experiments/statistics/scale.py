@@ -50,6 +50,7 @@ class MetricScale:
     def back(self, z: float) -> float:
         """Return the value at z."""
         if self.name == "log":
+            # `exp` overflows above 709.
             return float(np.exp(min(z, 700.0))) - self.offset
         if self.name == "arcsine":
             p = float(np.sin(np.clip(z, 0.0, np.pi / 2)) ** 2)

@@ -163,6 +163,7 @@ def run_cell(directory: Path, cell: Cell, threads: int | None, *, alone: str | N
     if threads is not None and recipe.train.threads is None:
         recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, threads=threads))
     with disk_full_interrupts(f"running cell {cell.key}"):
+        # A directory without a result is left from a killed run.
         if directory.exists():
             shutil.rmtree(directory)
         result, fit = result_of(lambda: train_cell(directory, cell, recipe), directory)

@@ -44,6 +44,7 @@ def await_orphans(out: Path) -> None:
     deadline = time.monotonic() + _ORPHANS_S
     fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        # None: this file system has no locks.
         while taken(fd) is False:
             if time.monotonic() > deadline:
                 raise UserError(

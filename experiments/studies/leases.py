@@ -85,6 +85,7 @@ class Leases:
             return False
         number, path = self._newest(name)
         if path is not None and not self._lapsed(path, now):
+            # No need to list the folder again before the next heartbeat.
             self._later[name] = now + self._seconds / _BEATS
             return False
         mine = self._folder / f"{name}-{number + 1}"
@@ -97,6 +98,7 @@ class Leases:
         with self._lock:
             self._held[name] = mine
         self._later.pop(name, None)
+        # Only now: without any claim in the folder, another process could start again at number 0.
         for old in range(number + 1):
             (self._folder / f"{name}-{old}").unlink(missing_ok=True)
         return True
@@ -162,6 +164,7 @@ class Leases:
         with self._lock:
             if self._held.get(name) != path:
                 return True
+            # The next number exists only if another process saw our claim lapse.
             following = path.with_name(f"{name}-{int(path.name.rpartition('-')[2]) + 1}")
             try:
                 if following.exists():

@@ -227,6 +227,7 @@ class _Queue:
         context = get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(os.getpid(), self.places.threads, self.out, self.run, there))
+        # The worker must not import a file of the user's that is named like a module.
         with without_namesakes():
             process.start()
         there.close()  # so that the pipe ends with the worker

@@ -189,6 +189,7 @@ class CellBatches:
     def done(self, cell: Cell) -> bool:
         """Return True if a cell need not run."""
         found = self._found(cell)
+        # A failed cell is tried again once per command.
         return found is not None and (found["status"] != "failed" or cell.key in self._tried)
 
     def run(self, cells: Sequence[Cell], what: str, *, again: Callable[[Cell], bool] = lambda cell: False) -> None:

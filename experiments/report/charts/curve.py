@@ -71,6 +71,7 @@ def curve_chart(
     if not curves:
         return None
     shown = {v for curve in curves.values() for v, _ in curve}
+    # Step 0, before any training, would rule out a log axis.
     values = [v for v in table.values(axis) if v in shown and not (axis == "step" and v == 0)]
     if not values:
         return None

@@ -62,6 +62,7 @@ def facets(
     """
     panels = [panel for panel in panels if any(line.points for line in panel.lines)]
     values = list(dict.fromkeys(v for panel in panels for line in panel.lines for v, _ in line.points))
+    # Step 0, before any training, would rule out a log axis.
     values = [v for v in values if not (axis == "step" and v == 0)]
     if len(values) < 2:
         return None
@@ -188,7 +189,7 @@ def _path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
     codes = [Path.MOVETO if i == 0 else Path.LINETO for part in parts for i in range(len(part))]
     path = Path(vertices, codes)
     path.should_simplify = False
-    ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # `add_patch` would update the limits
+    ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # `add_patch` would change the limits
 
 
 def _level(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _Level:

@@ -317,7 +317,7 @@ def protocol(study: Comparison) -> list[str]:
 
 
 def _by_metric(name: str) -> tuple[str, str, str, str, str]:
-    """Return the endpoint's metric, its tasks, the metric of trials, tasks without a floor, and the diverged-run
+    """Return the endpoint's metric, its tasks, the metric of trials, tasks without a baseline, and the diverged-run
     rule."""
     if name == "auto":
         return (

@@ -245,6 +245,7 @@ def _until_decided(
         write_table(out, some)
         data = read_sweep(out)
         found = [] if data is None else [one.verdict.kind for one in Analysis(data).judged]
+        # No curve yet counts as undecided.
         open_ones = found.count("undecided") if found else 1
         said = f"{look.seeds} seeds, each test at {look.level:.3f}: "
         if not open_ones:
