@@ -1,4 +1,4 @@
-"""A recipe into a run directory, in this process or as the ranks of a mesh; or a run resumed."""
+"""`flatshift train`: run a recipe, in this process or as the ranks of a mesh; or resume a run."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class Flags:
     recipe: Positional[str | None] = None
     """Recipe file or shipped recipe (`flatshift recipes list`)."""
     data: tuple[str, ...] = ()
-    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
-    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
+    """Files of training rows; short for --data.train.files. A tenth of your own rows is held out for dev and a tenth
+    for test, unless --data.dev.files, --data.test.files or --data.holdout are given."""
     out: Path | None = None
-    """Run directory to make; by default runs/DATE-TIME-NAME."""
+    """Run directory to create; by default runs/DATE-TIME-NAME."""
     resume: Path | None = None
     """Continue this run directory exactly where it stopped."""
     verbose: bool = False
-    """Print the plan by cause, three samples of the first batch, and measured rates; log.txt has them in any case."""
+    """Print the memory plan by component, three samples of the first batch, and measured rates; log.txt always has
+    them."""
     json: bool = False
     """Print eval.json when done."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift train`."""
+    """Run `flatshift train`."""
     rest, overrides = split_overrides(argv, Flags)
     try:
         flags: Flags = parse(Flags, "train", rest)
@@ -70,7 +71,7 @@ def run(argv: list[str]) -> int:
         refuse_old(flags.out, resumable=True)
         return spawn_ranks("train", argv, resolved.recipe, flags.out)
     if (out := flags.out) is not None and spawn.restarted() and (out / RECIPE).is_file():
-        _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
+        _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # a restart may have fewer ranks than before
         return _trained(flags, out, axes)
     if flags.out is None and failure.several() and spawn.restarts_allowed():
         raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
@@ -78,7 +79,7 @@ def run(argv: list[str]) -> int:
 
 
 def _trained(flags: Flags, begin: Resolved | Path, overrides: Sequence[Branch] = ()) -> int:
-    """A recipe trained anew, or a run directory continued."""
+    """Start a new run from a recipe, or resume a run directory; return the exit code."""
     from flatshift.experiments.workflows.train import resume, train
 
     place = begin if isinstance(begin, Path) else flags.out
