@@ -72,9 +72,7 @@ def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolv
         return load_recipe(recipe, overrides)
     if isinstance(recipe, Recipe):
         given: dict[str, Any] = dict(vars(recipe))
-        if (
-            recipe.train.epochs is not None
-        ):  # Recipe always fills in steps; with epochs set they must not count as given
+        if recipe.train.epochs is not None:  # Recipe always fills in steps; with epochs they must not count as given
             given["train"] = {k: v for k, v in vars(recipe.train).items() if k != "steps"}
         recipe = resolve_tree(from_mapping(given, "Recipe"), (), name="recipe")
     if not isinstance(recipe, Resolved):

@@ -110,7 +110,7 @@ def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
 
     named = (
         (error.filename2 or error.filename) if isinstance(error, OSError) else None
-    )  # of a copy, filename2 is its destination
+    )  # of a copy, filename2 is the target
     place = f" at {named}" if named else ""
     if (trouble := disk_trouble(error)) is not None:
         then = "free some space" if is_disk_full(error) else "see to it"
@@ -213,9 +213,7 @@ def main() -> None:
             code = run(sys.argv[1:])
         sys.stdout.flush()
         sys.stderr.flush()
-        if (
-            code == _INTERRUPTED
-        ):  # everything is saved, and the libraries' own shutdown takes a CPU-second while the user waits
+        if code == _INTERRUPTED:  # all is saved; the libraries' own shutdown would take a CPU-second more
             os._exit(code)
         raise SystemExit(code)
     from flatshift.finetune.launch import failure, spawn
