@@ -108,9 +108,7 @@ def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
     """Report trouble with the disk or with a path the user named; anything else as our bug. Return the exit code."""
     from flatshift.finetune.errors import disk_trouble, is_disk_full, sentence
 
-    named = (
-        (error.filename2 or error.filename) if isinstance(error, OSError) else None
-    )  # of a copy, filename2 is the target
+    named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
     place = f" at {named}" if named else ""
     if (trouble := disk_trouble(error)) is not None:
         then = "free some space" if is_disk_full(error) else "see to it"

@@ -166,6 +166,6 @@ def uniform(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Te
     """
     keys = mix64(counters(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
     counts = counters(torch.arange((count + 1) // 2, device=rows.device))
-    # Row by row: a word takes twice the memory of the number it becomes, and the hash makes several copies.
+    # Row by row: the hash makes several int64 copies of the words.
     drawn = [sign_words(row, counts).view(torch.int32)[:count].float() for row in keys]
     return torch.stack(drawn).mul_(2.0**-31)
