@@ -48,9 +48,9 @@ def draw(directory: Path, *parts: Path) -> Path:
 def load_recipe(reference: str | Path | None = None, overrides: Overrides | None = None) -> Resolved:
     """Load a recipe file or shipped recipe, apply `overrides` and validate the result.
 
-    reference: a path, a shipped name (`flatshift recipes list`), or None for the defaults alone. Returns the argument
-    of `train`, `select` and `sweep`: `.recipe` is the tree of frozen dataclasses, `.to_yaml()` its text. Raises
-    UserError that names the key, with the nearest valid one.
+    reference: a path, a shipped name (`flatshift recipes list`), or None for the defaults alone.
+    Returns the argument of `train`, `select` and `sweep`: `.recipe` is the tree of frozen dataclasses, `.to_yaml()` its
+    text. Raises UserError that names the key, with the nearest valid one.
 
         flatshift.load_recipe("classify", {"train": {"steps": 4}, "adapter.rank": 2})
     """
@@ -106,8 +106,8 @@ def train(
 ) -> Run:
     """Run a recipe into a new run directory, as `flatshift train`.
 
-    out: directory to create, by default `runs/DATE-TIME-NAME`. quiet: print nothing; log.txt has every line. Raises
-    UserError for bad input before training starts, Interrupted if stopped with resumable state.
+    out: directory to create, by default `runs/DATE-TIME-NAME`. quiet: print nothing; log.txt has every line.
+    Raises UserError for bad input before training starts, Interrupted if stopped with resumable state.
     """
     resolved = _resolved(recipe, overrides, "train")
     where = None if out is None else _path("train", "out", out)
@@ -125,8 +125,9 @@ def train(
 def resume(path: str | Path, overrides: Overrides | None = None, *, quiet: bool = False) -> Run:
     """Continue a run directory exactly where it stopped; return at once if it is finished.
 
-    overrides: only another mesh, `train.device` or `train.steps`. Raises UserError if `path` is no run directory or in
-    use, an input file or the backbone changed, or an override is not allowed.
+    overrides: only another mesh, `train.device` or `train.steps`.
+    Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
+    not allowed.
     """
     directory = _path("resume", "path", path)
     from flatshift.experiments.recipe import from_mapping
@@ -186,8 +187,8 @@ class Run:
         """Predict for each row: `label, probability, p_NAME`, a number, an answer, or the perplexity.
 
         rows: texts, or mappings with the training columns; labels are not needed. The model is loaded at the first
-        call. For files of any length use `flatshift predict`. Raises UserError for a run without an adapter, or a row
-        that the model cannot encode.
+        call. For files of any length use `flatshift predict`.
+        Raises UserError for a run without an adapter, or a row that the model cannot encode.
         """
         given = [rows] if isinstance(rows, str) else rows
         if isinstance(given, Mapping) or not (hasattr(given, "__iter__") and hasattr(given, "__len__")):
@@ -207,8 +208,8 @@ class Run:
     def generate(self, prompts: str | Sequence[str], *, raw: bool = False, **decoding: Any) -> list[str]:
         """Generate text after each prompt; prompts go through the task's template unless `raw`.
 
-        decoding: `max_new_tokens, temperature, top_p, seed, …`, as the flags of `flatshift generate`. Raises UserError
-        if the task is not generative, or a prompt does not fit.
+        decoding: `max_new_tokens, temperature, top_p, seed, …`, as the flags of `flatshift generate`.
+        Raises UserError if the task is not generative, or a prompt does not fit.
         """
         asked = [prompts] if isinstance(prompts, str) else prompts
         from flatshift.experiments.workflows.generate import generate_from_run
@@ -264,8 +265,8 @@ def select(
     (`flatshift.selection.methods.gotd.GotD(...)`); by default the recipe's, else `cynical` on the backbone's tokens, or
     GOT-D if an embedder is given. overrides: further recipe keys. out: directory to create; by default only the
     returned object is kept. With `out`, lists of texts are saved next to it as files in `OUT-texts/`, so that the
-    manifest names the inputs. Raises UserError for wrong types, bad rows or a budget above the pool, before anything is
-    embedded.
+    manifest names the inputs.
+    Raises UserError for wrong types, bad rows or a budget above the pool, before anything is embedded.
 
         flatshift.select(pool_texts, target_texts, budget=100).texts
     """
@@ -300,8 +301,8 @@ def embedder(
 
     embedder: `"backbone"`, `"encoder"`, `"gradients"`, `"static"` or its settings. moments: for gradients, some texts
     of the pool, the same in every task and for the target. overrides: recipe keys, such as `{"backbone": DIR}`. The
-    function can be pickled, and loads its model at a process's first call. Raises UserError for an embedder that is
-    fitted to pool and target, or gradients without `moments`.
+    function can be pickled, and loads its model at a process's first call.
+    Raises UserError for an embedder that is fitted to pool and target, or gradients without `moments`.
 
         ShardWriter("features", flatshift.embedder("gradients", moments=some_texts))
     """
@@ -412,8 +413,8 @@ def sweep(
     grid: recipe key → values, or a range as a text (`"1e-4..1e-2:log"`, design `random`); by default the recipe's own.
     out: directory to create or continue. seeds: number of values of `train.seed`; below five no verdict is given.
     points: number of points drawn (`random`). jobs: worker processes. A cell that diverged or failed is a row with its
-    reason, not an exception. Raises UserError before any cell runs, Interrupted if stopped; the same call then
-    continues.
+    reason, not an exception.
+    Raises UserError before any cell runs, Interrupted if stopped; the same call then continues.
     """
     resolved = _resolved(recipe, overrides, "sweep")
     directory = _path("sweep", "out", out)
@@ -504,8 +505,8 @@ class Sweep:
 def compare(recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **rest: Any) -> dict[str, Any]:
     """Run a comparison of training methods, as `flatshift compare`; return the contents of comparison.json.
 
-    recipe: file or shipped name. rest: see `flatshift.experiments.studies.compare.run.compare`. Raises UserError before
-    any cell runs, Interrupted if stopped; the same call then continues.
+    recipe: file or shipped name. rest: see `flatshift.experiments.studies.compare.run.compare`.
+    Raises UserError before any cell runs, Interrupted if stopped; the same call then continues.
     """
     from flatshift.experiments.recipe import from_mapping
     from flatshift.experiments.report.chapters.comparison import page

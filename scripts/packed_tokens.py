@@ -55,7 +55,8 @@ def passages(file: Path, tags: Path | None, *, without: Collection[str] = frozen
     """Yield the texts of a .jsonl.xz file except those in `without`.
 
     tags: a .tsv.xz of `id, domain, source, licence` in the same order; only rows whose licence class is `open` are
-    kept. Raises SystemExit if the two files do not have the same rows.
+    kept.
+    Raises SystemExit if the two files do not have the same rows.
     """
     with lzma.open(file, "rt", encoding="utf-8") as lines:
         if tags is None:

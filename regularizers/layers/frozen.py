@@ -47,9 +47,9 @@ def value_shape(base: Any) -> tuple[int, ...]:
 def values(base: Any, stored: Tensor | None = None) -> Tensor:
     """Return W0 (m, n) as `base` computes with it, a copy if `base` is quantised.
 
-    stored: the full stored tensor, if `base.weight` itself is only a part (FSDP2's packed 4-bit bytes). Raises
-    RegularizerError if bitsandbytes has repacked the layer for inference on a CPU, which rounds its scales and lets no
-    gradient through.
+    stored: the full stored tensor, if `base.weight` itself is only a part (FSDP2's packed 4-bit bytes).
+    Raises RegularizerError if bitsandbytes has repacked the layer for inference on a CPU, which rounds its scales and
+    lets no gradient through.
     """
     weight = base.weight.detach() if stored is None else stored
     state = _four_bit(base)

@@ -16,8 +16,8 @@ from flatshift.selection.lazy import np
 class HashedNgrams:
     """Callable texts → (n, dim) float32; inner products estimate those of n-gram counts, scaled to norm 1.
 
-    dim: number of counters. longest: words of the longest n-grams. A text without a word is a row of zeros. Raises
-    SelectionError for a size below 1.
+    dim: number of counters. longest: words of the longest n-grams. A text without a word is a row of zeros.
+    Raises SelectionError for a size below 1.
     """
 
     def __init__(self, dim: int = 512, longest: int = 2):

@@ -23,10 +23,10 @@ UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
 class Pool:
     """Samples in file order, with the fields that a method needs.
 
-    ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings. features:
-    (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution over rows for
-    optimal transport; uniform when None. losses: (N,), mean −log p per token under a model. tokens: N rows of token ids
-    (`selection.TokenRows`), of one tokenizer on both sides.
+    ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings.
+    features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution over
+    rows for optimal transport; uniform when None. losses: (N,), mean −log p per token under a model.
+    tokens: N rows of token ids (`selection.TokenRows`), of one tokenizer on both sides.
     """
 
     ids: Sequence[str] | None = None
@@ -88,8 +88,8 @@ class Selector:
         """Fit on lists of texts, embedded by `embedder`.
 
         embedder: an object with `fit_transform(pool, target)`, one with `transform(texts)`, or a function from a list
-        of texts to (n, d) vectors, as `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`. Raises SelectionError
-        for anything else, or for arguments that are not lists of texts.
+        of texts to (n, d) vectors, as `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`.
+        Raises SelectionError for anything else, or for arguments that are not lists of texts.
         """
         for name, side in (("pool", pool), ("target", target)):
             if isinstance(side, str) or not hasattr(side, "__len__"):

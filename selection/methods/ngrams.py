@@ -190,9 +190,9 @@ def _found(table: np.ndarray, keys: np.ndarray, values: np.ndarray, other: float
 
 
 def cross_entropy(model: KneserNey, beside: KneserNey | None, share: float, rows: TokenRows) -> float:
-    """Return the mean −log of share·model + (1 − share)·`beside` over all tokens of `rows`, nats.
+    """Return the mean −log probability, in nats, over all tokens of `rows`, under a mixture of both models.
 
-    If `beside` is None, the model alone is used.
+    share: weight of `model`; without a second model, `model` alone is used.
     """
     total = 0.0
     for _, flat, lengths in rows.parts():

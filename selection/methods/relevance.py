@@ -1,8 +1,8 @@
 """Relevance of whole domains: the transport distance from a sample of each to the target (GOT-D paper, C.2).
 
-rows = sample_domains(domains, 10_000, ids=ids, seed=0)         # before anything is embedded found =
-domain_distances({name: embed(texts[rows[name]]) …}, y) # name → OT_ε, nearest first near = nearest_domains(found, 2)
-# or mass_by_distance(found, …)
+rows = sample_domains(domains, 10_000, ids=ids, seed=0)         # before anything is embedded
+found = domain_distances({name: embed(texts[rows[name]]) …}, y) # name → OT_ε, nearest first
+near = nearest_domains(found, 2)                                # or mass_by_distance(found, …)
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def sample_domains(
 ) -> dict[str, np.ndarray]:
     """Return up to `count` rows of each domain, ascending: those whose (seed, id) hash to the smallest numbers.
 
-    So a sample does not depend on the order of rows, nor on other domains. Rows without a domain are in none. Raises
-    SelectionError if no row has a domain.
+    So a sample does not depend on the order of rows, nor on other domains. Rows without a domain are in none.
+    Raises SelectionError if no row has a domain.
     """
     key = hashlib.sha256(f"domain sample\x1f{seed}".encode()).digest()
     drawn: dict[str, list[tuple[int, int]]] = {}
@@ -59,8 +59,8 @@ def domain_distances(
     """Return OT_ε(sample of a domain, target) by domain, smallest first.
 
     samples: domain → (n, d) features. target: (M, d). epsilon: multiple of the mean cost over all samples, so that all
-    domains share one ε, in units of cost, and the distances can be compared. cost: as in `sinkhorn_potentials`. Raises
-    SelectionError.
+    domains share one ε, in units of cost, and the distances can be compared. cost: as in `sinkhorn_potentials`.
+    Raises SelectionError.
     """
     if not samples:
         raise SelectionError("domain relevance needs at least one domain")

@@ -87,7 +87,8 @@ class Team:
         """Run `work` on the first member only, and return its result (tensors and plain values) on every member.
 
         The others meanwhile sleep in the group's broadcast, with gloo without using a processor. device: for the
-        tensors. Raises the exception of `work` on the first member, and SelectionError with its message on the others.
+        tensors.
+        Raises the exception of `work` on the first member, and SelectionError with its message on the others.
         """
         if self.size == 1:
             return work()

@@ -40,19 +40,20 @@ EXACT_PAIRS = 10_000_000
 class Potentials:
     """Solution of `sinkhorn_potentials`.
 
-    f: (N,) float64, potential of the pool in units of cost: ∂OT_ε/∂a_i up to a constant, without an ε log a_i term. g:
-    (M,) float64, potential of the target, Σ b_j g_j = 0. Large if the pool covers the target badly. scores: (N,)
-    float64, s_i = f_i − Σ_j a_j f_j, the calibrated gradient: negative helps, smaller is better. nearest: (N,) int64,
-    the target that receives most of each pool row's mass; None unless requested. marginal_error: L1 deviation of the
-    plan's target marginal from b; the pool marginal is exact. dual_value: OT_ε itself at convergence. epsilon:
-    absolute, in units of cost. mean_cost: exact weighted mean cost. tolerance: as requested; converged: True if it, and
-    the overlap if one was required, was reached. iterations: dense iterations (of the whole problem, or of its
-    subsample). passes: full passes over the pool. method: "exact" (float64 cost in memory), "cached" or "streamed".
-    dtype: of the tiles. cost: as given. budget: number of rows for the overlaps. overlap: share of the `budget`
-    smallest scores that the last two answers have in common (None if there was only one answer, or none was required
-    and the rows are in memory). overlap_estimate: the same with the converged selection, as predicted from the next
-    correction (streamed only). resumed: passes loaded from `state`. In a group f, scores and nearest are this process's
-    rows; all else is the whole pool's.
+    f: (N,) float64, potential of the pool in units of cost: ∂OT_ε/∂a_i up to a constant, without an ε log a_i term.
+    g: (M,) float64, potential of the target, Σ b_j g_j = 0. Large if the pool covers the target badly.
+    scores: (N,) float64, s_i = f_i − Σ_j a_j f_j, the calibrated gradient: negative helps, smaller is better.
+    nearest: (N,) int64, the target that receives most of each pool row's mass; None unless requested.
+    marginal_error: L1 deviation of the plan's target marginal from b; the pool marginal is exact.
+    dual_value: OT_ε itself at convergence. epsilon: absolute, in units of cost. mean_cost: exact weighted mean cost.
+    tolerance: as requested; converged: True if it, and the overlap if one was required, was reached.
+    iterations: dense iterations (of the whole problem, or of its subsample). passes: full passes over the pool.
+    method: "exact" (float64 cost in memory), "cached" or "streamed". dtype: of the tiles. cost: as given.
+    budget: number of rows for the overlaps. overlap: share of the `budget` smallest scores that the last two answers
+    have in common (None if there was only one answer, or none was required and the rows are in memory).
+    overlap_estimate: the same with the converged selection, as predicted from the next correction (streamed only).
+    resumed: passes loaded from `state`. In a group f, scores and nearest are this process's rows; all else is the whole
+    pool's.
     """
 
     f: np.ndarray
@@ -109,13 +110,13 @@ def sinkhorn_potentials(
 
     x: array or memory map, read in chunks. a (N,), b (M,): weights, uniform by default, normalised to sum 1; a_i may be
     0 (scored, but not part of the distribution). epsilon: multiple of the exact weighted mean cost. tolerance: L1 error
-    of the target marginal; None is 1e-9 up to N·M = 1e7 and 1e-3 above. seed: of the subsample of large pools. nearest:
-    also find each row's main target. max_iterations, max_passes: when either is used up before the tolerance, a
-    ConvergenceWarning is given and `converged` is False. memory_bytes: limit for the solver in addition to the pool,
+    of the target marginal; None is 1e-9 up to N·M = 1e7 and 1e-3 above. seed: of the subsample of large pools.
+    nearest: also find each row's main target. max_iterations, max_passes: when either is used up before the tolerance,
+    a ConvergenceWarning is given and `converged` is False. memory_bytes: limit for the solver in addition to the pool,
     its result included, minus held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache; the
-    result does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one. progress:
-    called as (stage, done, total); `flatshift.selection.transport.Eta` prints it as lines with the time left. cost:
-    "sqeuclidean" or "cosine" (1 − cos).
+    result does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
+    progress: called as (stage, done, total); `flatshift.selection.transport.Eta` prints it as lines with the time left.
+    cost: "sqeuclidean" or "cosine" (1 − cos).
 
     overlap: also continue until two successive answers share this part of the `budget` best rows (None: 5 % of the
     pool); with a large tolerance it decides alone. state: directory in which a streaming solve saves its state for
