@@ -64,6 +64,7 @@ def _refuse_encoding(argv: Sequence[str]) -> None:
     what = ""
     for text in (here, *argv):
         what = text if text.startswith("--") else what
+        # Undecodable bytes of argv and cwd arrive as lone surrogates (os.fsdecode).
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             place = "the current directory" if text is here else what.partition("=")[0] or f"`flatshift {argv[0]}`:"
             raise UserError(f"{place} {shortened(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
@@ -161,6 +162,7 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _end(f"interrupted: go on with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
     except BrokenPipeError:
+        # The reader is gone: else the interpreter's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as stop:  # raised by the argument parser for --help (0) and errors (2)

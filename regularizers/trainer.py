@@ -366,6 +366,7 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
         if callback.regularizer.passes > 1:
             if callback.micro_index == 0:
                 self._window = []
+            # A copy, because training_step may remove entries from its inputs.
             self._window.append((copy.copy(inputs), _random_state(self.args.device)))
         loss = super().training_step(model, inputs, *args, **kwargs)
         if self.accelerator.sync_gradients:
@@ -375,6 +376,7 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
                         callback.next_micro()
                     _set_random_state(state, self.args.device)
                     last = index + 1 == len(self._window)
+                    # DDP must average only once, in the last backward of the pass.
                     with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                         super().training_step(model, copy.copy(again), *args, **kwargs)
             self._window = []

@@ -225,8 +225,8 @@ def build_pool(
 def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Convert GSM8K to conversations of two questions: the problem and its solution, then the number alone.
 
-    The calculator annotations (`<<48/2=24>>`) are removed; thousands separators are dropped. Test rows come from the
-    source's test split. Problems with a long solution are excluded, as the shipped backbone reads short rows.
+    The calculator annotations (`<<48/2=24>>`) and the number's thousands separators are removed. Test rows come from
+    the source's test split. Problems with a long solution are excluded, as the shipped backbone reads short rows.
     """
     rows = read_jsonl(data / "instruct" / "gsm8k.jsonl.xz")
     taken: set[str] = set()

@@ -52,7 +52,10 @@ def main() -> None:
 
 def build(folder: Path) -> Path:
     subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3
+        # stdout=-3 is subprocess.DEVNULL.
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)],
+        check=True,
+        stdout=-3,
     )
     (wheel,) = folder.glob("*.whl")
     return wheel

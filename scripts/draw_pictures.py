@@ -31,7 +31,7 @@ def headings(page: Path) -> list[str]:
 
 
 def draw(page: Path, picture: Path, width: int, height: int) -> None:
-    """Save the top of `page` as a PNG at 1.5 times the pixels. Raises SystemExit without a browser."""
+    """Save the top of `page` as a PNG, at 1.5 pixels per CSS pixel. Raises SystemExit without a browser."""
     browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise SystemExit(f"none of {', '.join(_BROWSERS)} is on the PATH")

@@ -155,8 +155,8 @@ def batch_of(stream: np.ndarray | Tensor, indices: np.ndarray, length: int, devi
 
 
 def on_device(stream: np.ndarray, device: str) -> np.ndarray | Tensor:
-    """Copy a mapped stream to the device: it takes next to nothing of a GPU's memory, and saves waiting for the
-    host."""
+    """Copy a mapped stream to a GPU, where it takes little memory and saves waiting for the host; unchanged on a
+    CPU."""
     if device == "cpu":
         return stream
     return torch.from_numpy(np.asarray(stream).astype(np.int32)).to(device)

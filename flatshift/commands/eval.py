@@ -156,6 +156,7 @@ def run(argv: list[str]) -> int:
     path = flags.run
     recipe = resume_recipe(path, overrides).recipe
     if chosen := mesh_flags(recipe, given=named_axes(overrides)):
+        # The mesh was chosen automatically: start over with its axes as flags.
         return run([*argv, *chosen])
     if spawn.wants_ranks(recipe.mesh):
         return spawn_ranks("eval", argv, recipe, path)
@@ -287,6 +288,7 @@ def _harness(flags: Flags, overrides: list[Any]) -> int:
     if given := [name for name in odd if getattr(flags, name)]:
         raise UserError(f"--{given[0].replace('_', '-')} does not go with --harness; leave one of them out")
     for tree in overrides:
+        # Only train.device may be overridden.
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
             raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
     own = {name.removeprefix("harness_"): getattr(flags, name) for name in _fields(flags, "harness_")}

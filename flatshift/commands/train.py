@@ -57,6 +57,7 @@ def run(argv: list[str]) -> int:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
         found = resume_recipe(old, overrides)
         if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
+            # The mesh was chosen automatically: start over with its axes as flags.
             return run([*argv, *chosen])
         if spawn.wants_ranks(found.recipe.mesh):
             return spawn_ranks("train", argv, found.recipe, old)

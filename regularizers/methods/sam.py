@@ -305,6 +305,7 @@ class WeightSAM(TwoPass):
         factor, usable = self._factor(self.config.rho, norm)
         for term, gradient in zip(self._terms, self._dense, strict=True):
             gradient *= factor.to(gradient)
+            # Not a product with 0: the factor may be infinite or NaN.
             gradient.masked_fill_(~usable.to(gradient.device), 0.0)
             term.remove()
             term.install(partial(_shifted, gradient))

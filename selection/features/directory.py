@@ -106,6 +106,7 @@ def open_directory(directory: str | Path, flag: str = "features") -> FeatureDire
     return _opened(root, flag, status.st_mtime_ns, status.st_size)
 
 
+# The unused arguments are part of the cache key: a changed manifest is checked again.
 @functools.lru_cache(maxsize=8)
 def _opened(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirectory:
     manifest = read_manifest(root / MANIFEST, flag)

@@ -81,6 +81,7 @@ class Auto:
             raise ValueError("tried must name at least one method, each once")
 
     def build(self, around: SelectorContext) -> AutoSelector:
+        # The tried selectors must not share one state directory.
         alone = replace(around, state=None)
         return from_settings(
             AutoSelector, self, around, tried={name: _TRIED[name]().build(alone) for name in self.tried}

@@ -251,6 +251,7 @@ class DSIRSelector(Selector):
         self.log_weights_ = np.concatenate([text_sums(gain[found], lengths) for found, lengths in chain(kept, again)])
         self.scores_ = -self.log_weights_
         if self.resample:
+            # Minus Gumbel noise, as smaller scores are better.
             self.scores_ = self.scores_ + np.log(-np.log(keyed_uniform(pool, self.seed, "dsir gumbel")))
         self.nearest_target_ = None
         self.diagnostics_ = {"ngrams_pool": int(present.sum()), "ngrams_target": int(wanted.sum())}

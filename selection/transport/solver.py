@@ -52,8 +52,9 @@ class Potentials:
     budget: number of rows for the overlaps. overlap: share of the `budget` smallest scores that the last two answers
     have in common (None if there was only one answer, or none was required and the rows are in memory).
     overlap_estimate: the same with the converged selection, as predicted from the next correction (streamed only).
-    resumed: passes loaded from `state`. In a group f, scores and nearest are this process's rows; all else is the whole
-    pool's.
+    resumed: passes loaded from `state`.
+
+    In a group f, scores and nearest are this process's rows; all else is the whole pool's.
     """
 
     f: np.ndarray
