@@ -51,11 +51,9 @@ def main() -> None:
 
 
 def build(folder: Path) -> Path:
+    # stdout=-3 is subprocess.DEVNULL.
     subprocess.run(
-        # stdout=-3 is subprocess.DEVNULL.
-        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)],
-        check=True,
-        stdout=-3,
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3
     )
     (wheel,) = folder.glob("*.whl")
     return wheel

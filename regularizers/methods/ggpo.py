@@ -169,7 +169,7 @@ class GGPORegularizer(Regularizer):
     @torch.no_grad()
     def _perturb(self, t: int, sigma: float, *, sketches: bool) -> None:
         """Refresh the row norms if due, share the noise power among the rows, and install the noise."""
-        # t may also be below the last refresh, if a step was rolled back: then refresh too.
+        # Also if t is before the last refresh, as for a repeated step.
         if self._refreshed < 0 or not 0 <= t - self._refreshed < self.config.refresh:
             self._recomputed = sum(bank.refresh_norms() for bank in self._banks)
             self._refreshed = t
