@@ -1,4 +1,4 @@
-"""A recipe into a run directory, in this process or as the ranks of a mesh; or a run resumed."""
+"""`flatshift train`: run a recipe, in this process or as the ranks of a mesh; or resume a run."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ class Flags:
     recipe: Positional[str | None] = None
     """Recipe file or shipped recipe (`flatshift recipes list`)."""
     data: tuple[str, ...] = ()
-    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
-    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
+    """Files of training rows; short for --data.train.files. A tenth of your own rows is held out for dev and a tenth
+    for test, unless --data.dev.files, --data.test.files or --data.holdout are given."""
     out: Path | None = None
-    """Run directory to make; by default runs/DATE-TIME-NAME."""
+    """Run directory to create; by default runs/DATE-TIME-NAME."""
     resume: Path | None = None
     """Continue this run directory exactly where it stopped."""
     verbose: bool = False
-    """Print the plan by cause, three samples of the first batch, and measured rates; log.txt has them in any case."""
+    """Print the memory plan by component, three samples of the first batch, and measured rates; log.txt always has
+    them."""
     json: bool = False
     """Print eval.json when done."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift train`."""
+    """Run `flatshift train`."""
     rest, overrides = split_overrides(argv, Flags)
     try:
         flags: Flags = parse(Flags, "train", rest)
@@ -55,6 +56,7 @@ def run(argv: list[str]) -> int:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
         found = resume_recipe(flags.resume, overrides)
         if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
+            # The mesh was chosen automatically: start over with its axes as flags.
             return run([*argv, *chosen])
         if spawn.wants_ranks(found.recipe.mesh):
             return spawn_ranks("train", argv, found.recipe, flags.resume)
