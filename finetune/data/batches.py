@@ -143,7 +143,8 @@ class TrainingDataLoader:
         group: Literal["length"] | None = None,
         masking: Masking | None = None,
     ) -> None:
-        """Arguments:
+        """
+        Arguments:
             batch_size: rows of a micro-batch over all data ranks; a packed row holds several samples.
             accumulate: micro-batches per optimizer step.
             max_length: tokens of a packed row; no example is longer.
@@ -153,8 +154,9 @@ class TrainingDataLoader:
             group: `length`: rows of similar length share a micro-batch.
             masking: random masking of a row's tokens each time it is drawn; for masked-lm.
         Raises:
-            UserError: no examples, an example longer than `max_length` or without target tokens, sizes below one,
-                rows that cannot be divided among the data ranks, an empty mixture, grouping of packed rows."""
+            UserError: no examples, an example longer than `max_length` or without target tokens, sizes below one, rows
+                that cannot be divided among the data ranks, an empty mixture, grouping of packed rows.
+        """
         for flag, value in (("train.batch_size", batch_size), ("train.accumulate", accumulate)):
             if value < 1:
                 raise UserError(f"{flag}: {value} is too small; give at least 1")

@@ -37,9 +37,11 @@ class ExampleWriter:
     """Writer that appends examples in chunks and returns one `Examples`."""
 
     def __init__(self, paths: Sequence[str], folder: Path | None = None) -> None:
-        """Arguments:
-        paths: files that the examples come from, as named in their `where`.
-        folder: directory to write the columns into; None keeps them in memory."""
+        """
+        Arguments:
+            paths: files that the examples come from, as named in their `where`.
+            folder: directory to write the columns into; None keeps them in memory.
+        """
         unknown = {field.name for field in dataclasses.fields(Example)} - _KNOWN
         assert not unknown, f"flatshift.finetune.data.columns does not keep {', '.join(sorted(unknown))} of an Example"
         self.rows = 0

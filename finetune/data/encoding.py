@@ -63,8 +63,8 @@ def encode(
         decoder_start: first token of the decoder (`Backbone.decoder_start`); for seq2seq.
         truncation: side from which a text or prompt that is too long is truncated; None: left for a completion's
             prompt, right otherwise.
-        overlong: examples that are too long are truncated (None), dropped, refused, or split into pieces (documents
-            only).
+        overlong: examples that are too long are truncated (None), dropped, refused, or split into pieces (only for
+            language-model and masked-lm).
         units: standardisation of the targets of a regression; None: unchanged.
         features: vectors that each row must provide, for language-model and completion; a row without them is bad.
     Raises:

@@ -178,11 +178,13 @@ class TokenProportions:
     """
 
     def __init__(self, weights: Sequence[float], lengths: Sequence[Lengths]) -> None:
-        """Arguments:
+        """
+        Arguments:
             weights: as for `flatshift.finetune.data.mixture.Proportions`.
             lengths: of each source; every sample has at least one token.
         Raises:
-            UserError: as `whole_parts`."""
+            UserError: as `whole_parts`.
+        """
         self.parts = whole_parts(weights)
         self._whole = sum(self.parts)
         self._common = math.lcm(*(part for part in self.parts if part))
@@ -288,10 +290,12 @@ class Mixed:
     """Endless samples of a mixture; each source has its own epochs."""
 
     def __init__(self, mixture: Mixture, seed: int, lengths: np.ndarray | None = None) -> None:
-        """Arguments:
+        """
+        Arguments:
             lengths: tokens of each example, (N,), if weights are shares of tokens.
         Raises:
-            UserError: invalid weights."""
+            UserError: invalid weights.
+        """
         self.mixture = mixture
         self._sources = [Epochs(size, seed, name) for name, size in zip(mixture.names, mixture.sizes, strict=True)]
         self._starts = np.concatenate([[0], np.cumsum(mixture.sizes)])

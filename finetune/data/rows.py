@@ -260,7 +260,7 @@ class _Reader:
         return values
 
     def _bridge(self, record: dict[str, Any]) -> Any:
-        """Return the turns of a record in a form of `FORMS`, or its own `messages`; None if it has neither."""
+        """Return the turns of a record in a form of `FORMS`; None if it has none, or has its own `messages`."""
         there = [form for form, (tell, *_) in FORMS.items() if record.get(tell) is not None]
         own = record.get("messages") is not None
         dolly = record.get("output") is None and any(record.get(name) is not None for name in ("response", "context"))

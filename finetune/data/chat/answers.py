@@ -7,15 +7,15 @@ without trailing whitespace. This is what the model generates at inference, wher
 Templates without {% generation %} tags are probed with changed conversations, and every answer is verified:
 
 - start: the text before the turn, rendered with the generation prompt, is a prefix of the text up to the turn.
-Otherwise (DeepSeek-R1 prompts with `<think>` but renders finished turns without it), the answer starts with its
-content.
+  Otherwise (DeepSeek-R1 prompts with `<think>` but renders finished turns without it), the answer starts with its
+  content.
 - end: a marker appended to the content shows what the template writes after it. The end of turn is the part that
-remains when the conversation continues; text that only closes a conversation (Phi-3's `<|endoftext|>`) is not part of
-it.
+  remains when the conversation continues; text that only closes a conversation (Phi-3's `<|endoftext|>`) is not part of
+  it.
 - whole conversation: every answer must appear in the whole text as it does when its turn is the last. Templates that
-rewrite earlier turns (Qwen3 and gpt-oss drop thoughts, gpt-oss changes the end of turn, Mistral moves the system turn)
-fail this; the conversation then becomes several examples, each ending with one of its turns, in which every answer
-appears exactly as the model has to generate it.
+  rewrite earlier turns (Qwen3 and gpt-oss drop thoughts, gpt-oss changes the end of turn, Mistral moves the system
+  turn) fail this; the conversation then becomes several examples, each ending with one of its turns, in which every
+  answer appears exactly as the model has to generate it.
 
 If a template has the tags, they decide, and are checked to contain every answer.
 """
@@ -84,9 +84,11 @@ class AssistantSpans:
     def __init__(
         self, template: ChatTemplate, tokens: Callable[[str], list[Span]], *, empty_thoughts: bool = False
     ) -> None:
-        """Arguments:
-        tokens: returns (start, end) in characters of each token of a text.
-        empty_thoughts: True if empty thoughts at the start of an answer belong to it."""
+        """
+        Arguments:
+            tokens: returns (start, end) in characters of each token of a text.
+            empty_thoughts: True if empty thoughts at the start of an answer belong to it.
+        """
         self.template = template
         self.asked_otherwise = 0
         self.thoughts_left_out = 0
