@@ -24,8 +24,8 @@ class Flags:
     """Evaluate a finished run again, on its own dev and test rows or on other files; use --mesh.dp N, … for another
     mesh.
 
-    Several runs and bare backbones are evaluated on the same rows, each run also next to its own backbone: `flatshift
-    eval RUN_DIR BACKBONE --data FILE`.
+    Several runs and bare backbones are evaluated on the same rows, each run also next to its own backbone:
+    `flatshift eval RUN_DIR BACKBONE --data FILE`.
 
     With --sharpness: measure instead how the loss rises around the trained weights, and write sharpness.json, charts
     and the report into the run directory.

@@ -85,8 +85,8 @@ class Cleaned:
     def drops(
         self, ids: Sequence[str] | NamesOf, reference_ids: Mapping[str, Sequence[str]] | None = None
     ) -> Iterator[dict]:
-        """Yield one record for each row that was dropped or cut, in file order: `id, cause, rule, value, match,
-        match_in`.
+        """Yield one record for each row that was dropped or cut, in file order:
+        `id, cause, rule, value, match, match_in`.
 
         ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts by
         its name; their positions if missing.
