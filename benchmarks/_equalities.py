@@ -2,7 +2,7 @@
 
 A *subject* is what is trained (a model and a regularizer), a *layout* is how (a mesh, accumulation, packing, where it
 is stopped and resumed). A *course* is what came out: the losses of all updates and the gradients of the first. The
-product's own stage loop makes it (`flatshift.finetune.train.loop.train_stage` over `build_engine`).
+product's own stage loop makes it (`flatshift.finetune.train.trainer.Trainer` over `build_engine`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.seeds import torch_generator
 from flatshift.finetune.tasks import Classify, LanguageModel, Seq2Seq, Task
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, Plain, Regularizer, build
 
 STEPS, SEED = 16, 7
@@ -275,7 +276,7 @@ def _stage(
     engine = _engine(subject, layout, mesh, world, backbone)
     before = frozen_bytes(engine)
     with _watched(engine, course) if begins else contextlib.nullcontext(), contextlib.suppress(Interrupted):
-        train_stage(
+        Trainer(
             engine,
             SimpleNamespace(pad_token_id=0),  # type: ignore[arg-type]
             TrainingStage(
@@ -292,7 +293,7 @@ def _stage(
                 on_step=course.add,
                 stop=lambda: len(course.losses) == stop,
             ),
-        )
+        ).fit()
     engine.reshard()
     course.untouched = course.untouched and frozen_bytes(engine) == before
 

@@ -3,7 +3,7 @@
     python -m benchmarks._rehearsal      every case of `all_cases`, and what waits were found
 
 A case is an objective, a regularizer, an activation checkpointing, a number of micro-batches, packed rows or not, and a
-precision. Its tiny backbone and its rows are made here; the stage is `flatshift.finetune.train.loop.train_stage`
+precision. Its tiny backbone and its rows are made here; the stage is `flatshift.finetune.train.trainer.Trainer`
 itself.
 """
 
@@ -36,9 +36,10 @@ from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Regress, Seq2Seq, Task
-from flatshift.finetune.train import loop
+from flatshift.finetune.train import trainer
 from flatshift.finetune.train.checkpointer import Checkpointer
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import (
     ASAM,
     BAR,
@@ -159,8 +160,8 @@ def dry_stage() -> Iterator[None]:
     with (
         mock.patch.object(Checkpointer, "save", lambda self: None),
         mock.patch.object(Engine, "save_adapter", lambda self, directory: None),
-        mock.patch.object(loop, "with_kernel", lambda engine, head, *_, **__: head),
-        mock.patch.object(loop, "with_prefetch", lambda batches, *_, **__: contextlib.nullcontext(batches)),
+        mock.patch.object(trainer, "with_kernel", lambda engine, head, *_, **__: head),
+        mock.patch.object(trainer, "with_prefetch", lambda batches, *_, **__: contextlib.nullcontext(batches)),
     ):
         yield
 
@@ -214,7 +215,7 @@ def rehearse(
             marks.append(len(seen.waits))
             return False
 
-        train_stage(
+        Trainer(
             Engine(model.to(on), ProcessMesh.alone(on)),
             _Pad(),  # type: ignore[arg-type]
             TrainingStage(
@@ -232,7 +233,7 @@ def rehearse(
                 stop=passed,
                 callbacks=callbacks,
             ),
-        )
+        ).fit()
     del marks[steps + 1 :]  # the evaluation at the end asks after each batch
     found.start, found.end = seen.waits[: marks[1]], seen.waits[marks[-1] :]
     found.updates = [seen.waits[first:last] for first, last in itertools.pairwise(marks[1:])]

@@ -56,7 +56,8 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
     from flatshift.finetune.parallel.mesh import ProcessMesh
     from flatshift.finetune.run_directory import RunDirectory
     from flatshift.finetune.tasks import LanguageModel
-    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.finetune.train.trainer import Trainer
     from flatshift.regularizers import build
 
     class Order(Collectives):
@@ -111,7 +112,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
                 marks.append((len(sent.order), len(seen.waits)))
                 return False
 
-            train_stage(
+            Trainer(
                 engine,
                 _Pad(),  # type: ignore[arg-type]
                 TrainingStage(
@@ -128,7 +129,7 @@ def rehearse_mesh(mesh: dict[str, Any], backbone: Path, *, regularizer: str = "p
                     on_step=lambda line: found.lines.append(line["step"]),
                     stop=passed,
                 ),
-            )
+            ).fit()
         for (first, early), (last, late) in itertools.pairwise(marks[1:]):
             found.updates.append(sent.order[first:last])
             found.waits.append([str(wait) for wait in seen.waits[early:late]])

@@ -1,7 +1,7 @@
 """A training step rehearsed for a device that is not here: on tensors without values, every wait written down.
 
     with Rehearsal() as seen:
-        train_stage(model.to("meta"), ...)
+        Trainer(model.to("meta"), ...).fit()
     seen.waits            # what made the host wait for the device, and where in our code
 
 Tensors on `meta` have shapes and dtypes; a read of one, which no one could answer, is noted and answered with a

@@ -42,7 +42,8 @@ def curve(kind: str | None) -> list[float]:
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.load import load_backbone
     from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.finetune.train.trainer import Trainer
     from flatshift.regularizers import build
     from flatshift.regularizers.config import Plain
 
@@ -56,7 +57,7 @@ def curve(kind: str | None) -> list[float]:
     backbone = load_backbone(BACKBONE, task=TASK, precision="bf16", quantization=kind)  # type: ignore[arg-type]
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        train_stage(
+        Trainer(
             attach_adapter(backbone, Adapter(rank=8), task=TASK, seed=SEED),
             tokenizer,
             TrainingStage(
@@ -72,7 +73,7 @@ def curve(kind: str | None) -> list[float]:
                 seed=SEED,
                 on_step=lambda line: losses.append(line["loss"]),
             ),
-        )
+        ).fit()
     return losses
 
 

@@ -108,14 +108,15 @@ def ours(
     """A ready run of our loop; calling it trains."""
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.finetune.train.trainer import Trainer
     from flatshift.regularizers import build
 
     model, tokenizer = model_of(task, precision, device, backbone), open_backbone(BACKBONE).tokenizer
 
     def run() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            train_stage(
+            Trainer(
                 model,
                 tokenizer,
                 TrainingStage(
@@ -131,7 +132,7 @@ def ours(
                     seed=SEED,
                     on_step=None if losses is None else lambda line: losses.append(line["loss"]),
                 ),
-            )
+            ).fit()
 
     return run
 

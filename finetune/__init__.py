@@ -1,10 +1,10 @@
-"""A frozen backbone, adapters on it, the training loop, checkpoints, evaluation.
+"""Frozen backbones, adapters on top of them, the training loop, checkpoints and evaluation.
 
     model = attach_adapter(load_backbone("flatshift-5m", task=LanguageModel()), Adapter(), task=LanguageModel(), seed=0)
     stage = TrainingStage(name="fine-tune", ..., run=RunDirectory.create("runs/first"))
-    result = train_stage(model, tokenizer, stage)
+    result = Trainer(model, tokenizer, stage).fit()
 
-Names are resolved when first used, so that importing `flatshift.finetune.config` costs nothing.
+Names are resolved on first use, so importing `flatshift.finetune.config` imports nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from .planner.memory import memory_plan, plan_lines
     from .run_directory import RunDirectory, read_metrics
     from .tasks import Chat, Classify, Completion, LanguageModel, MaskedLM, Preference, Regress, Seq2Seq, Task
-    from .train.loop import Diverged, StageResult, TrainingStage, train_stage
+    from .train.divergence import Diverged
+    from .train.stage import StageResult, TrainingStage
+    from .train.trainer import Trainer
 
 _HOMES = {
     "adapters.adapter": ("attach_adapter", "load_adapter", "save_adapter", "trainable"),
@@ -42,7 +44,9 @@ _HOMES = {
         "Seq2Seq",
         "Task",
     ),
-    "train.loop": ("Diverged", "StageResult", "TrainingStage", "train_stage"),
+    "train.divergence": ("Diverged",),
+    "train.stage": ("StageResult", "TrainingStage"),
+    "train.trainer": ("Trainer",),
     "planner.memory": ("memory_plan", "plan_lines"),
     "run_directory": ("RunDirectory", "read_metrics"),
 }
@@ -69,6 +73,7 @@ __all__ = [
     "StageResult",
     "Task",
     "Train",
+    "Trainer",
     "TrainingStage",
     "UserError",
     "attach_adapter",
@@ -80,7 +85,6 @@ __all__ = [
     "plan_lines",
     "read_metrics",
     "save_adapter",
-    "train_stage",
     "trainable",
 ]
 

@@ -1,6 +1,6 @@
-"""What ships inside the package: small pretrained backbones, and sample pools and targets to try everything on.
+"""Files shipped in the package: small pretrained backbones, sample pools and target data to try everything on.
 
-Nothing heavy is imported and nothing is read: a name becomes a path.
+Maps names to paths; reads no file and imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ def backbones() -> list[str]:
 
 
 def backbone(name: str) -> Path | None:
-    """The directory of the shipped backbone `name`; None for any other name (a hub name or a user's directory)."""
+    """Return the directory of the shipped backbone `name`; None for any other name (a hub name or a user's
+    directory)."""
     return _BACKBONES / name if name in backbones() else None
 
 
 def beside_weights(directory: Path) -> list[Path]:
-    """A backbone's files that are no weights: its configuration, tokenizer and chat templates."""
+    """Return a backbone's files other than weights: configuration, tokenizer and chat templates."""
     files = sorted([*directory.iterdir(), *directory.glob("additional_chat_templates/*")])
     return [file for file in files if file.is_file() and file.suffix in _TEXTS]
 
 
 def samples() -> list[str]:
-    """Names of the shipped samples, sorted: `pool`, and `TARGET/train`, `TARGET/dev`, `TARGET/test` per target."""
+    """Return the names of the shipped samples, sorted: `pool`, and `TARGET/train`, `TARGET/dev`, `TARGET/test` per
+    target."""
     files = _SAMPLES.rglob(f"*{_SAMPLE_SUFFIX}")
     return sorted(file.relative_to(_SAMPLES).as_posix().removesuffix(_SAMPLE_SUFFIX) for file in files)
 
 
 def sample(name: str) -> Path:
-    """The file of the shipped sample `name` (see `samples`).
+    """Return the file of the shipped sample `name` (see `samples`).
 
     Raises:
-        UserError: there is no such sample; the sentence names the nearest one.
+        UserError: there is no such sample; the message names the nearest one.
     """
     known = samples()
     if name in known:
@@ -60,8 +62,9 @@ def sample(name: str) -> Path:
 
 
 def pool_tags() -> Path:
-    """The hidden tags of the shipped pool: .tsv.xz of `id, domain, source, licence`, rows in the pool's order.
+    """Return the file of hidden tags of the shipped pool: .tsv.xz of `id, domain, source, licence`, in the pool's
+    order.
 
-    They are for judging a selection afterwards; no selector may read them.
+    They serve to evaluate a selection afterwards; no selector may read them.
     """
     return _SAMPLES / "pool-tags.tsv.xz"

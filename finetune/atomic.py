@@ -1,4 +1,4 @@
-"""Writes that either happen whole or not at all: temporary name, fsync, rename."""
+"""Atomic writes of files and directories: temporary name, fsync, rename."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: str | Path) -> list[Path]:
-    """Make `path` and what it lies in, durably; those that were not there before, innermost first."""
+    """Create `path` and its missing parents durably; return the directories that were created, innermost first."""
     folder, missing = Path(path), []
     while not folder.is_dir() and folder != folder.parent:
         missing.append(folder)
@@ -50,9 +50,9 @@ def _temporary(path: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on normal exit it replaces `path`, on an exception it vanishes.
+    """Yield a temporary path next to `path`; it replaces `path` on normal exit and is removed on an exception.
 
-    Raises UserError for a `path` that is there and no plain file: a directory, a link, a device, a pipe.
+    Raises UserError if `path` exists and is not a plain file: a directory, a link, a device or a pipe.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_file()):
@@ -77,11 +77,11 @@ def _what(path: Path) -> str:
 def replacing_directory(path: str | Path) -> Iterator[Path]:
     """Yield a temporary directory; on normal exit its files are fsynced and it becomes `path`.
 
-    An existing `path` is moved aside first, so a kill leaves the old or the new directory, or the old one under a
-    hidden name, from which `sweep_leftovers` puts it back; never a mixture.
+    An existing `path` is moved aside first, so a kill leaves either the old or the new directory, or the old one under
+    a hidden name that `sweep_leftovers` restores; never a mixture.
 
-    Raises UserError for a `path` that is there and no directory: a file, a link (also to a directory, which would be
-    replaced where it lies), a device, a pipe.
+    Raises UserError if `path` exists and is not a directory: a file, a link (even to a directory, whose target would be
+    replaced), a device or a pipe.
     """
     path = Path(path)
     if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -105,9 +105,10 @@ def replacing_directory(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def new_directory(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary directory; on normal exit its files are fsynced and it becomes `path`, if nothing is there yet.
+    """Yield a temporary directory; on normal exit its files are fsynced and it becomes `path`, if that is absent or
+    empty.
 
-    Raises FileExistsError for a `path` that holds something by then: what another process made there stays.
+    Raises FileExistsError if `path` has content by then: another process's files are kept.
     """
     path = Path(os.path.realpath(path))
     with _filled(path) as temporary:
@@ -115,7 +116,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
         _fsync_tree(temporary)
         sweep_leftovers(path)
         try:
-            temporary.replace(path)  # an empty directory gives way, any other does not
+            temporary.replace(path)  # rename(2) replaces an empty directory and fails on any other
         except OSError as error:
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise FileExistsError(errno.EEXIST, "another command has made it meanwhile", str(path)) from None
@@ -125,7 +126,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _filled(path: Path) -> Iterator[Path]:
-    """A temporary directory beside `path`, gone at the end unless it has another name then."""
+    """Yield a temporary directory next to `path`; remove it at the end unless it was renamed."""
     make_directory(path.parent)
     temporary = _temporary(path)
     temporary.mkdir()
@@ -145,8 +146,8 @@ def _fsync_tree(directory: Path) -> None:
 
 
 def sweep_leftovers(directory: str | Path, *, of: str | None = None) -> None:
-    """Remove the temporaries that a killed process left directly in `directory`, of one name or of all; a directory
-    that was moved aside and not replaced gets its name back."""
+    """Remove the temporary files that a killed process left directly in `directory`, for the name `of` or for all
+    names; restore the name of a directory that was moved aside but not replaced."""
     directory = Path(directory)
     if not directory.is_dir():
         return
@@ -164,7 +165,7 @@ def sweep_leftovers(directory: str | Path, *, of: str | None = None) -> None:
 
 
 def is_bare(directory: str | Path, *, but: Iterable[str] = ()) -> bool:
-    """Whether a directory holds nothing but what killed writes leave, and names of `but`."""
+    """True if a directory holds nothing but leftovers of killed writes and the names in `but`."""
     named = set(but)
     return all(
         entry.name in named or (entry.name.startswith(".") and entry.name.endswith(".tmp"))
@@ -173,7 +174,7 @@ def is_bare(directory: str | Path, *, but: Iterable[str] = ()) -> bool:
 
 
 def sync_files(*paths: Path) -> None:
-    """Make what was appended to those of `paths` that exist durable, and their names."""
+    """Make data appended to those of `paths` that exist durable, including their directory entries."""
     there = [path for path in paths if path.is_file()]
     for path in there:
         _fsync_file(path)
@@ -182,15 +183,15 @@ def sync_files(*paths: Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Atomically write `text` as UTF-8, halves of surrogate pairs (of a user's file) as `\\udXXX`."""
+    """Atomically write `text` as UTF-8, with unpaired surrogates (from a user's file) as `\\udXXX`."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """`value` as JSON that UTF-8 can hold: in its own letters, or escaped where it has half of a surrogate pair.
+    """Return `value` as JSON that can be encoded in UTF-8: unescaped, or ASCII-escaped if it has an unpaired surrogate.
 
-    options: of `json.dumps`.
+    options: keyword arguments of `json.dumps`.
     """
     text = json.dumps(value, ensure_ascii=False, **options)
     if not text.isascii():
@@ -202,10 +203,10 @@ def json_text(value: Any, **options: Any) -> str:
 
 
 def read_object(path: Path, *keys: str, fix: str = "restore it, or make the run again") -> dict[str, Any]:
-    """The JSON object in `path`, which has `keys`.
+    """Return the JSON object in `path`, which must have `keys`.
 
     Raises:
-        UserError: it is missing, cannot be read, is no JSON object, or lacks one of `keys`; ends with `fix`.
+        UserError: the file is missing or unreadable, is not a JSON object, or lacks one of `keys`; ends with `fix`.
     """
     try:
         value = json.loads(path.read_bytes())
@@ -222,5 +223,5 @@ def read_object(path: Path, *keys: str, fix: str = "restore it, or make the run 
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Atomically write `value` as indented JSON; NaN and infinities are refused."""
+    """Atomically write `value` as indented JSON; NaN and infinities raise ValueError."""
     write_text(path, json_text(value, indent=2, allow_nan=False) + "\n")

@@ -1,4 +1,4 @@
-"""Where things are kept between runs, and how much of them there is. Imports nothing heavy."""
+"""Cache directory shared by runs: its location, size limit and pruning. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class CacheEntry(NamedTuple):
     path: Path
     bytes: int
     used: float
-    """When it was last made use of, seconds since the epoch."""
+    """Time of last use, seconds since the epoch."""
 
 
 def cache_root() -> Path:
-    """`$FLATSHIFT_CACHE`, else `flatshift` in the user's cache directory (XDG)."""
+    """Return `$FLATSHIFT_CACHE`, else `flatshift` in the user's cache directory (XDG)."""
     own = os.environ.get(PLACE)
     if own:
         return Path(own).expanduser()
@@ -35,7 +35,8 @@ def cache_root() -> Path:
 
 
 def cache_limit() -> int:
-    """Bytes that a cache may hold: `$FLATSHIFT_CACHE_GIB`, by default 20 GiB. Raises UserError for no number."""
+    """Return the size limit of a cache in bytes: `$FLATSHIFT_CACHE_GIB`, by default 20 GiB. Raises UserError if it is
+    not a number."""
     given = os.environ.get(LIMIT)
     try:
         gib = float(given) if given else _LIMIT_GIB
@@ -47,9 +48,10 @@ def cache_limit() -> int:
 
 
 def remember(path: Path, value: Any) -> None:
-    """Write `value` as JSON into a file of the cache, if that can be: an entry that is not kept costs time only.
+    """Write `value` as JSON to a cache file, ignoring failures: a missing entry only costs time.
 
-    What a killed write of the same entry left goes first; a process that is writing it now loses its entry, no more.
+    Leftovers of a killed write of the same entry are removed first; a concurrent writer of that entry only loses its
+    write.
     """
     try:
         sweep_leftovers(path.parent, of=path.name)
@@ -59,7 +61,7 @@ def remember(path: Path, value: Any) -> None:
 
 
 def kept(root: Path) -> list[CacheEntry]:
-    """The entries in `root`, those used last at the end."""
+    """Return the entries in `root`, most recently used last."""
     found = []
     for path in root.glob(f"{ENTRY}*") if root.is_dir() else ():
         try:
@@ -72,9 +74,9 @@ def kept(root: Path) -> list[CacheEntry]:
 
 
 def prune(root: Path, *, limit: int, keep: Path) -> int:
-    """Remove entries, those unused for longest first, until `root` holds at most `limit` bytes; `keep` stays.
+    """Remove entries, least recently used first, until `root` holds at most `limit` bytes; never remove `keep`.
 
-    Returns how many went. A process that has one open goes on reading it (POSIX).
+    Returns the number of removed entries. A process that has one open can still read it (POSIX).
     """
     entries = kept(root)
     total, gone = sum(entry.bytes for entry in entries), 0

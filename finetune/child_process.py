@@ -1,5 +1,5 @@
-"""Start of our Python processes: without the current directory on their path, where a user's `finetune.py` or
-`random.py` may lie."""
+"""Start child Python processes without the current directory on their path, where a user's `finetune.py` or `random.py`
+may shadow a module."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 from collections.abc import Iterator
 
 _VARIABLE = "PYTHONSAFEPATH"
-"""As `python -P`, which multiprocessing hands on to no child."""
+"""Equivalent of `python -P`, which multiprocessing does not pass to its children."""
 
 
 @contextlib.contextmanager
 def without_namesakes() -> Iterator[None]:
-    """Python processes that begin inside import nothing from the current directory."""
+    """Keep Python processes started inside from importing anything from the current directory."""
     before = os.environ.get(_VARIABLE)
     os.environ[_VARIABLE] = "1"
     try:

@@ -1,6 +1,6 @@
-"""What a fine-tuning run can be told: one frozen dataclass per component. Imports nothing heavy.
+"""Settings of a fine-tuning run: one frozen dataclass per component. Imports nothing heavy.
 
-What a run learns is in `flatshift.finetune.tasks`. Every field's docstring is its help text.
+The tasks are in `flatshift.finetune.tasks`. Every field's docstring is its help text.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from math import inf
 from typing import Any, Literal, TypeVar
 
 DATA_INITS = ("eva", "corda", "lora-ga")
-"""`adapter.init` that looks at training rows."""
+"""Values of `adapter.init` that use training examples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Projector:
-    """One trained linear map (with bias) from feature vectors that every row brings along to the backbone's width."""
+    """One trained linear map (with bias) from feature vectors, given with every example, to the backbone's width."""
 
     features: str = "features"
-    """Column of the rows: a list of `width` numbers, or a list of such lists where there are several vectors."""
+    """Column of the rows: a list of `width` numbers, or a list of such lists if there are several vectors."""
     width: int = 768
-    """Numbers in one vector, as the encoder that made them has it (ViT-B, AST and TimeSformer: 768)."""
+    """Numbers in one vector, set by the encoder that produced them (ViT-B, AST and TimeSformer: 768)."""
     vectors: int | None = None
-    """Vectors of each row; null: one, or one for each block of `inject`."""
+    """Vectors per example; null: one, or one for each block of `inject`."""
     inject: Literal["first"] | tuple[int, ...] = "first"
-    """`first`: each vector is a place of its own at the front of the row, from the first block on. Blocks, from 0: all
-    vectors share one place; at each of these blocks the next vector replaces what is there, and before the first of
-    them no token sees the place (eP-ALM's own way, in the upper blocks)."""
+    """`first`: each vector takes its own position at the front of the sequence, from the first block on. Block numbers,
+    from 0: all vectors share one position; at each of these blocks the next vector replaces the hidden state there, and
+    before the first of them no token attends to it (as in eP-ALM, in the upper blocks)."""
 
     def __post_init__(self) -> None:
         check_bounds(self, width=(1, None), vectors=(1, None))
@@ -44,35 +44,35 @@ class Projector:
 
     @property
     def count(self) -> int:
-        """K: vectors of each row."""
+        """K: vectors per example."""
         return (self.vectors or 1) if isinstance(self.inject, str) else len(self.inject)
 
     @property
     def places(self) -> int:
-        """Positions that they take at the front of every row."""
+        """Positions taken at the front of every sequence."""
         return self.count if isinstance(self.inject, str) else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spikes:
-    """What to do when the loss jumps: roll back to a checkpoint and leave out the batches around (PaLM, arXiv
+    """Recovery from loss spikes: roll back to a checkpoint and skip the batches around the spike (PaLM, arXiv
     2204.02311, §5.1).
 
-    An update is a spike where its loss is above m + `threshold` · max(1.4826 · MAD, m/100), m the median of the losses
-    of the last `window` updates and MAD their median distance from it.
+    A step is a spike if its loss is above m + `threshold` · max(1.4826 · MAD, m/100), where m is the median loss of the
+    last `window` steps and MAD their median absolute deviation from it.
     """
 
     window: int = 64
-    """Updates whose losses say what is usual; none is a spike before so many."""
+    """Steps whose losses define the usual range; no step counts as a spike before there are this many."""
     threshold: float = 8.0
     """Robust standard deviations above the median."""
     back: int = 100
-    """Updates before the spike that are undone at least: training goes on from the newest regular checkpoint (a
-    multiple of `train.save_every`) that is so old."""
+    """Minimum number of steps before the spike to undo: training resumes from the newest regular checkpoint (a multiple
+    of `train.save_every`) that is at least this old."""
     skip: int = 200
-    """Batches that are left out from there on; always at least those up to the spike."""
+    """Batches to skip from there on; always at least those up to the spike."""
     most: int = 3
-    """Spikes that a stage goes back for; the next one stops it."""
+    """Maximum number of rollbacks in a stage; the next spike stops it."""
 
     def __post_init__(self) -> None:
         check_bounds(self, window=(4, None), threshold=(1, None), back=(0, None), skip=(1, None), most=(1, None))
@@ -80,13 +80,13 @@ class Spikes:
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter, passed to PEFT's `LoraConfig`."""
+    """LoRA adapter, passed to PEFT's `LoraConfig`."""
 
     rank: int = 8
-    """r: rows of A and columns of B."""
+    """LoRA rank r: rows of A and columns of B."""
     alpha: float | Literal["rank"] | None = None
-    """Scale numerator; the update is alpha/r·BA (alpha/√r with rslora). Null means 2·rank: a constant scale of 2;
-    `rank` a constant scale of 1; a number the same alpha at every rank."""
+    """Numerator of the LoRA scale; the weight change is alpha/r·BA (alpha/√r with rslora). Null means 2·rank: a
+    constant scale of 2; `rank` a constant scale of 1; a number the same alpha at every rank."""
     targets: str | tuple[str, ...] = "all-linear"
     """Module name suffixes that get an adapter, or `all-linear`."""
     dropout: float = 0.0
@@ -94,45 +94,46 @@ class Adapter:
     rslora: bool = False
     """Scale by alpha/√r instead of alpha/r."""
     dora: bool = False
-    """Weight-decomposed LoRA: trains the magnitude vector too."""
+    """Weight-decomposed LoRA: also train the magnitude vector."""
     init: Literal["default", "pissa", "olora", "orthogonal", "loftq", "eva", "corda", "lora-ga"] = "default"
-    """What A and B start from; other than `default` in one process only, by PEFT's own code. `default`: A drawn by
-    `train.seed`, B = 0. `orthogonal`: both drawn, with BA = 0. From the weights: `pissa`, the r largest singular
-    directions (2404.02948); `olora`, the first r of a QR decomposition (2406.01775); `loftq`, what 4-bit quantisation
-    left out (2310.08659; with `train.quantization`). From `init_rows` training rows: `eva`, the directions in which a
-    layer's inputs vary most, which also shares the ranks out among layers (2410.07170); `corda`, singular directions
-    weighted by the inputs' covariance (2406.05223); `lora-ga`, those of the first gradient (2407.05000). What pissa,
-    olora, corda and lora-ga start from is taken out of the frozen weights, and saved adapters hold the difference."""
+    """Initialisation of A and B; values other than `default` use PEFT's own code and need a single process. `default`:
+    A random from `train.seed`, B = 0. `orthogonal`: both random, with BA = 0. From the weights: `pissa`, the top r
+    singular directions (2404.02948); `olora`, the first r of a QR decomposition (2406.01775); `loftq`, the error of
+    4-bit quantisation (2310.08659; with `train.quantization`). From `init_rows` training examples: `eva`, the
+    directions in which a layer's inputs vary most, which also distributes the ranks among layers (2410.07170); `corda`,
+    singular directions weighted by the inputs' covariance (2406.05223); `lora-ga`, those of the first gradient
+    (2407.05000). The initial product of pissa, olora, corda and lora-ga is subtracted from the frozen weights, and
+    saved adapters hold the difference."""
     init_rows: int | None = None
-    """Training rows, drawn by `train.seed`, that eva, corda and lora-ga look at; null: 64."""
+    """Training examples, drawn with `train.seed`, for eva, corda and lora-ga; null: 64."""
     ranks: dict[str, int] | None = None
-    """Other ranks for some layers: module name suffix or pattern → r (PEFT's rank_pattern), as `q_proj: 16`."""
+    """Different ranks for some layers: module name suffix or pattern → r (PEFT's rank_pattern), as `q_proj: 16`."""
     alphas: dict[str, float] | None = None
-    """Other scale numerators for some layers (PEFT's alpha_pattern). A layer of `ranks` that is not named here keeps
-    the scale of the others where `alpha` is null or `rank`."""
+    """Different alphas for some layers (PEFT's alpha_pattern). A layer in `ranks` that is not listed here keeps the
+    scale of the others if `alpha` is null or `rank`."""
     layers: tuple[int, ...] | None = None
     """Blocks that get adapters, from 0; null: all."""
     exclude: tuple[str, ...] | None = None
-    """Module name suffixes that get no adapter though `targets` names them."""
+    """Module name suffixes that get no adapter even if `targets` includes them."""
     bias: Literal["all", "adapted"] | None = None
-    """Train the backbone's own biases too: all of them, or those of adapted layers."""
+    """Also train the backbone's biases: all of them, or those of adapted layers."""
     train_whole: tuple[str, ...] | None = None
-    """Module name suffixes that train whole, beside the adapter, and are saved with it (PEFT's modules_to_save)."""
+    """Module name suffixes to train in full, in addition to the adapter, and save with it (PEFT's modules_to_save)."""
     experts: int | None = None
-    """Rank of an adapter on every expert of a mixture of experts; null: experts stay as they are. The router is
-    always frozen."""
+    """Rank of an adapter on every expert of a mixture of experts; null: experts stay frozen. The router is always
+    frozen."""
     start: str | None = None
-    """Train on from this adapter: a run directory or a PEFT directory of the same backbone and settings. The optimizer
-    starts anew."""
+    """Continue training this adapter: a run directory or a PEFT directory of the same backbone and settings. The
+    optimizer state starts fresh."""
     under: str | None = None
-    """A frozen adapter, of a run or PEFT directory, beneath the one that trains; the saved adapter holds both."""
+    """A frozen adapter (run or PEFT directory) to train the new one on top of; the saved adapter holds both."""
 
     soft_tokens: int | None = None
-    """Instead of LoRA: train so many vectors that lie before every row's embeddings (prompt tuning, 2104.08691; the
+    """Instead of LoRA, train this many vectors before the embeddings of every sequence (prompt tuning, 2104.08691; the
     soft prompt of eP-ALM, 2303.11403). For decoders without packing (`task.pack: false`), in one process."""
     projector: Projector | None = None
-    """Put features that an encoder of yours made of each row's image, sound or video before its soft tokens and its
-    text, through one trained linear map (eP-ALM, 2303.11403); null: rows are text alone. Needs `soft_tokens`."""
+    """Insert features that your own encoder made of each example's image, sound or video before its soft tokens and
+    text, through one trained linear map (eP-ALM, 2303.11403); null: examples are text only. Needs `soft_tokens`."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -166,16 +167,16 @@ class Adapter:
 
     @property
     def numerator(self) -> float:
-        """The alpha that PEFT is given."""
+        """Value of `lora_alpha` for PEFT."""
         return self.numerator_of(self.rank)
 
     @property
     def numerators(self) -> dict[str, float]:
-        """The alpha_pattern that PEFT is given."""
+        """Value of `alpha_pattern` for PEFT."""
         return {**{name: self.numerator_of(rank) for name, rank in (self.ranks or {}).items()}, **(self.alphas or {})}
 
     def numerator_of(self, rank: int) -> float:
-        """The alpha of a layer of rank `rank` that is not in `alphas`."""
+        """Return the alpha of a layer of rank `rank` that is not in `alphas`."""
         if isinstance(self.alpha, str):
             return rank
         return 2 * rank if self.alpha is None else self.alpha
@@ -186,20 +187,20 @@ OptimizerKind = Literal["adamw", "adamw-8bit", "paged-adamw", "paged-adamw-8bit"
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW over the adapter (and head) in float32, with a learning-rate schedule."""
+    """Optimizer of the adapter (and head) in float32, with a learning-rate schedule."""
 
     kind: OptimizerKind = "adamw"
-    """`adamw`; or by bitsandbytes (extra `quant`, one process): `adamw-8bit` keeps its two moments in 8 bits a block of
-    256 values, the `paged` ones keep theirs in host memory that a CUDA device pages in. `gauss-newton`: every update
-    solves the least-squares problem of the model linearised there, for squared losses and small problems (all rows and
-    weights at once); set lr: 1, schedule: constant, warmup: 0 and clip: null."""
+    """`adamw`; or from bitsandbytes (extra `quant`, one process): `adamw-8bit` keeps its two moments in 8 bits with
+    blocks of 256 values, the `paged` ones keep them in host memory that a CUDA device pages in. `gauss-newton`: every
+    step solves the least-squares problem of the linearised model, for squared losses and small problems (all examples
+    and weights at once); set lr: 1, schedule: constant, warmup: 0 and clip: null."""
     lr: float = 1e-3
     """Peak learning rate."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of matrices; biases, norms and other vectors (DoRA's magnitudes) have none. Of
-    gauss-newton the λ of ‖residuals‖² + λ‖weights‖²."""
+    """Decoupled weight decay of matrices; biases, norms and other vectors (DoRA's magnitudes) have none. For
+    gauss-newton, the λ of ‖residuals‖² + λ‖weights‖²."""
     fixed: tuple[Literal["a", "head"], ...] | None = None
-    """What keeps its first values though it is saved with the rest: `a`, the factors A, so that B alone trains
+    """Parameters that keep their initial values but are saved with the rest: `a`, the factors A, so that only B trains
     (LoRA-FA, 2308.03303); `head`, everything that is not LoRA."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam moment decays."""
@@ -208,11 +209,11 @@ class Optimizer:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay after warm-up, to zero at the last step (constant: none)."""
     warmup: float = 0.03
-    """Share of the steps with linearly rising learning rate."""
+    """Fraction of the steps with linearly rising learning rate."""
     clip: float | None = 1.0
-    """Global gradient-norm bound; null for none."""
+    """Maximum global gradient norm; null: no clipping."""
     lora_plus: float | None = None
-    """LoRA+: by how much the learning rate of the B factors is above that of everything else; null: not."""
+    """LoRA+: ratio of the learning rate of the B factors to that of everything else; null: off."""
 
     def __post_init__(self) -> None:
         check_bounds(self, lr=(0, None), weight_decay=(0, None), eps=(0, None), warmup=(0, 1), lora_plus=(1, None))
@@ -231,97 +232,101 @@ Quantization = Literal["nf4", "nf4-double", "int8"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Extend = Literal["stretch", "rewarm", "keep-end"]
 WIDTHS = {"auto": 4, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes of a value by `train.precision`; what is not settled yet may turn out to be the widest."""
+"""Bytes per value by `train.precision`; `auto`, not resolved yet, counts as the widest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long, how much at once, and how often to look and to save."""
+    """Training length, batch sizes, and the intervals of evaluation and checkpoints."""
 
     steps: int = 200
-    """Optimizer updates."""
+    """Optimizer steps."""
     epochs: float | None = None
-    """How often the fine-tune goes through its training rows (packed rows where those are packed), instead of `steps`;
-    1.5 is once and a half. Counted in updates, rounded up, when the rows are known, and written down as `steps`; a
-    sweep counts those of its recipe's own rows for all cells. Not for sources mixed by weight, nor for comparisons."""
+    """Passes over the fine-tuning examples (packed rows if they are packed), instead of `steps`; 1.5 is one and a half.
+    Converted to `steps`, rounded up, once the examples are known, and recorded as `steps`; a sweep uses its recipe's
+    own examples for all cells. Not for sources mixed by weight, nor for comparisons."""
     extend: Extend = "stretch"
-    """The learning rate where a run that ended is resumed with more `steps`. `stretch`: from there on that of a run of
-    all those steps, so a cosine that had come to 0 jumps up; `rewarm`: the added steps are a schedule of their own,
-    warm-up included; `keep-end`: the rate of the last update stays."""
+    """Learning rate when a finished run is resumed with more `steps`. `stretch`: from there on that of a run of all
+    those steps, so a cosine that had reached 0 jumps up; `rewarm`: the added steps get their own schedule, including
+    warm-up; `keep-end`: keep the rate of the last step."""
     batch_size: int = 16
-    """Rows of one micro-batch, over all data-parallel ranks together."""
+    """Examples of one micro-batch, summed over all data-parallel ranks."""
     accumulate: int = 1
-    """Micro-batches of one optimizer update; the loss is divided by the update's supervised tokens."""
+    """Micro-batches per optimizer step; the loss is divided by the step's target tokens."""
     seed: int = 0
-    """The one seed; data order, subset, label noise, adapter initialisation and noise derive from it by name."""
+    """Random seed; data order, subset, label noise, adapter initialisation and noise derive from it by name."""
     max_length: int = 256
-    """Longest row, tokens; longer samples are truncated and counted."""
+    """Maximum sequence length in tokens; longer examples are truncated and counted."""
     truncation: Literal["left", "right"] | None = None
-    """Which end a text or prompt loses where a sample is longer. Null: the left of a completion's prompt, else the
-    right. An answer always loses its right, and only where the prompt has nothing left to lose."""
+    """End at which a text or prompt is cut if an example is longer. Null: the left of a completion's prompt, else the
+    right. An answer is always cut on the right, and only if nothing is left of the prompt."""
     overlong: Literal["drop", "refuse", "split"] | None = None
-    """Longer samples are truncated (null), left out of the training rows (drop; dev and test rows are truncated), stop
-    the run (refuse), or are read in consecutive pieces (split: language-model and masked-lm), every token once."""
+    """Longer examples are truncated (null), dropped from the training data (drop; dev and test examples are truncated),
+    stop the run (refuse), or are read in consecutive pieces (split: language-model and masked-lm), every token once."""
     max_cut: float | None = None
-    """Largest share of the samples, of each split and source, that `max_length` may cut, down to nothing of a prompt;
-    more is refused. Null: 0.5 or `task.max_truncated`, the larger, and of whole prompts only the latter (else none)."""
+    """Largest fraction of the examples, per split and source, that `max_length` may truncate or leave without any
+    prompt; more stops the run. Null: the larger of 0.5 and `task.max_truncated` for truncated examples,
+    `task.max_truncated` (else none) for those without a prompt."""
     max_dropped: float | None = None
-    """Largest share of the training samples, of each source, that `overlong: drop` leaves out; more is refused. Null:
+    """Largest fraction of the training examples, per source, that `overlong: drop` may drop; more stops the run. Null:
     0.1."""
     group: Literal["length"] | None = None
-    """`length`: rows of like length share a micro-batch, drawn anew in every window of 50 micro-batches, which saves
-    padding; for tasks that are not packed. Null: rows meet by chance."""
+    """`length`: examples of similar length share a micro-batch, redrawn in every window of 50 micro-batches, which
+    saves padding; for tasks that are not packed. Null: random batches."""
     precision: Precision = "auto"
-    """What a step computes in: autocast over a backbone kept in the same. `auto` takes what the device at hand does
-    fastest: bf16 on CUDA devices that multiply it, fp16 with loss scaling on older ones, and on a CPU what a short
-    measurement says. What it took is printed, written into the run's recipe, and kept on every later machine. fp16 is
-    for CUDA."""
+    """Compute precision: autocast over a backbone stored in the same precision. `auto` takes the fastest on the current
+    device: bf16 on CUDA devices that support it, fp16 with loss scaling on older ones, and on a CPU the result of a
+    short measurement. The choice is printed, written to the run's recipe, and kept on every later machine. fp16 is for
+    CUDA."""
     tf32: bool = False
-    """Let float32 products on CUDA round their inputs to 10 bits (TF32), several times as fast; for precision fp32."""
+    """Let float32 matrix products on CUDA round their inputs to 10 mantissa bits (TF32), several times as fast; for
+    precision fp32."""
     backbone_precision: Literal["auto", "same", "bf16"] = "auto"
-    """How frozen weights are kept: as they compute (`same`), or in half of float32's memory in bf16, each widened when
-    it is used (`bf16`; precision fp32, one process, 1.1 to 1.3 times the time). `auto` is `same` unless that does not
-    fit into memory and bf16 does."""
+    """Storage of frozen weights: in the compute precision (`same`), or in bf16 at half the memory of float32, each
+    widened when it is used (`bf16`; precision fp32, one process, 1.1 to 1.3 times the time). `auto` is `same` unless
+    that does not fit into memory and bf16 does."""
     quantization: Quantization | None = None
-    """Keep the backbone's linear layers in 4 bits (`nf4`; `nf4-double` quantises the scales too) or 8 (`int8`); they
+    """Store the backbone's linear layers in 4 bits (`nf4`; `nf4-double` quantises the scales too) or 8 (`int8`); they
     compute with the dequantised values in `train.precision`. Needs the extra `quant`."""
     adapter_precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """How adapters are kept: in float32 (`auto`); bf16 halves what their inputs cost in memory, the optimizer keeps
-    float32 masters. Not in fp16, where their gradients would vanish."""
+    """Storage of adapters: float32 (`auto`); bf16 halves the memory of their inputs, and the optimizer keeps float32
+    masters. Not with fp16, where their gradients would underflow."""
     backbone_dropout: float | None = None
-    """The backbone's own dropout rates while it trains; 0 turns them off. Null: those of its config.json."""
+    """Dropout rate of the backbone during training; 0 turns it off. Null: the rates in its config.json."""
     checkpointing: Literal["none", "selective", "full"] = "none"
-    """Recompute in backward instead of keeping activations: of attention only (selective), or of whole blocks."""
+    """Recompute activations in the backward pass instead of storing them: of attention only (selective), or of whole
+    blocks (full)."""
     compile: bool = False
-    """Compile each transformer block (torch.compile) for training; rows are padded to `max_length`, so that there is
-    one graph. In one process, or on `mesh.dp` and `mesh.replicate`."""
+    """Compile each transformer block (torch.compile) for training; sequences are padded to `max_length`, so that there
+    is one graph. In one process, or with `mesh.dp` and `mesh.replicate`."""
     skip_nonfinite: int = 0
-    """How many updates in a row may be left out because their loss or gradient is not a finite number; one more stops
-    the run."""
+    """Maximum number of consecutive steps to skip because their loss or gradient is not finite; one more stops the
+    run."""
     spikes: Spikes | None = None
-    """Go back and leave out batches when the loss jumps; null: go on."""
+    """Roll back and skip batches when the loss spikes; null: off."""
     peak_tflops: float | None = None
-    """What one device can do, TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix product."""
+    """Peak throughput of one device in TFLOP/s, for the MFU; null: `flatshift train` measures a large matrix
+    product."""
     eval_every: int | float = 0
-    """Updates between dev evaluations; below 1 a share of the steps (0.25: four times); 0: only at the end."""
+    """Steps between dev evaluations; below 1 a fraction of the steps (0.25: four times); 0: only at the end."""
     best: str = "auto"
-    """What makes one dev evaluation better than another: the lower `loss`, the higher `accuracy`, or any other metric
-    that the task is judged by, for example `f1_macro` or `numeric_match`, which is then judged whole each time (ties:
-    the lower loss). `auto` is accuracy for classification, where few labels make the loss rise long before the accuracy
-    falls, and loss elsewhere."""
+    """Metric that selects the best dev evaluation: the lower `loss`, the higher `accuracy`, or any other metric of the
+    task, for example `f1_macro` or `numeric_match`, which is then evaluated in full each time (ties: the lower loss).
+    `auto` is accuracy for classification, where with few labels the loss rises long before accuracy falls, and loss
+    elsewhere."""
     patience: int | None = None
-    """Stop after this many dev evaluations without a better one (`train.best`); null: never."""
+    """Stop after this many dev evaluations without improvement (`train.best`); null: never."""
     save_every: int = 100
-    """Updates between checkpoints; 0: only at the end of a stage and when interrupted."""
+    """Steps between checkpoints; 0: only at the end of a stage and when interrupted."""
     keep: int = 2
     """Checkpoints kept per stage."""
     device: str = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:N`."""
+    """Device to train on: `auto`, `cpu`, `cuda` or `cuda:N`."""
     deterministic: bool = False
-    """On CUDA too, the same bits from the same run on the same machine: torch's deterministic algorithms, attention
-    that is flash or plain, our own loss slices. Slower; an operation without such an algorithm stops the run."""
+    """Make runs on the same machine bit-identical on CUDA too: torch's deterministic algorithms, flash or plain
+    attention, our own loss slices. Slower; an operation without such an algorithm stops the run."""
     threads: int | None = None
-    """CPU threads; null: torch's own choice. Same bits need the same number."""
+    """CPU threads; null: torch's own choice. Bit-identical results need the same number."""
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), batch_size=(1, None), accumulate=(1, None), max_length=(2, None))
@@ -343,20 +348,19 @@ class Train:
 
     @property
     def evaluation_interval(self) -> int:
-        """Updates between dev evaluations; 0: only at the end."""
+        """Steps between dev evaluations; 0: only at the end."""
         every = self.eval_every
         return max(1, round(every * self.steps)) if 0 < every < 1 else int(every)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
-    """Rows from JSONL (.gz .xz .zst), CSV, Parquet, a saved `datasets` directory, or a hub data set."""
+    """Examples from JSONL (.gz .xz .zst), CSV, Parquet, a saved `datasets` directory, or a hub data set."""
 
     files: tuple[str, ...] = ()
-    """Paths, globs (sorted), `sample:NAME` for a file that ships with Flatshift, or
-    `hub:NAME[CONFIG]@REVISION:SPLIT`."""
+    """Paths, globs (sorted), `sample:NAME` for a file shipped with Flatshift, or `hub:NAME[CONFIG]@REVISION:SPLIT`."""
     limit: int | None = None
-    """Use this many rows: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
+    """Use this many examples: the first of a shuffle keyed by `train.seed`, so larger limits contain smaller ones."""
 
     def __post_init__(self) -> None:
         check_bounds(self, limit=(1, None))
@@ -364,7 +368,7 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which columns hold what."""
+    """Column names of the input files."""
 
     text: str = "text"
     """The text, or the first text of a pair."""
@@ -379,26 +383,26 @@ class Columns:
     system: str = "system"
     """The system turn of a conversation that has none among its turns (task.kind: chat)."""
     id: str = "id"
-    """A row's own name."""
+    """Identifier of the example."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One of several sources of training rows."""
+    """One of several sources of training examples."""
 
     files: tuple[str, ...] = ()
-    """As `data.train.files`."""
+    """Same formats as `data.train.files`."""
     weight: float = 1.0
-    """Its share of the training samples (`weigh`: or of their tokens), relative to the other sources' weights; 0: not
-    read."""
+    """Share of the training examples (`weigh: tokens`: of their tokens), relative to the weights of the other sources;
+    0: not read."""
     first: int | None = None
-    """Read no further than this many rows; null: to the end."""
+    """Read at most this many rows; null: all."""
     limit: int | None = None
     """Use this many of the rows, as `data.train.limit`."""
     when_over: Literal["repeat", "refuse"] = "repeat"
-    """When the run is longer than its rows: begin again in another order (counted), or refuse the run."""
+    """If the run needs more examples than there are: repeat them in another order (counted), or refuse the run."""
     columns: Columns | None = None
-    """Its column names; null: `data.columns`."""
+    """Column names of this source; null: `data.columns`."""
 
     def __post_init__(self) -> None:
         check_bounds(self, weight=(0, 1e12), first=(1, None), limit=(1, None))
@@ -406,16 +410,15 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFiles(Files):
-    """Training rows: of `files`, or of several sources mixed by weight."""
+    """Training examples: from `files`, or from several sources mixed by weight."""
 
     first: int | None = None
-    """Read no further than this many rows (of a hub stream: fetch no more); null: to the end."""
+    """Read at most this many rows (of a hub stream: fetch no more); null: all."""
     sources: dict[str, Source] | None = None
-    """Name → source, instead of `files`: samples come from each in the proportion of its weight, in every prefix of
-    the run to within one sample."""
+    """Name → source, instead of `files`: examples are interleaved in proportion to the weights, to within one example
+    in every prefix of the run."""
     weigh: Literal["rows", "tokens"] = "rows"
-    """What the sources' weights are shares of: the samples (`rows`), or their tokens on all sides, supervised or not
-    (`tokens`)."""
+    """Unit of the sources' weights: examples (`rows`), or all their tokens, target or not (`tokens`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -437,7 +440,7 @@ class TrainFiles(Files):
 
     @property
     def all_files(self) -> tuple[str, ...]:
-        """`files`, or those of every source that has a weight."""
+        """Return `files`, or those of every source that has a weight."""
         if self.sources is None:
             return self.files
         return tuple(name for source in self.sources.values() if source.weight for name in source.files)
@@ -448,32 +451,33 @@ Severity = Literal["refuse", "warn", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class DataChecks:
-    """Checks of the rows before step 1. Each kind is refused above the share `most`, only reported
-    (`warn`), or not looked for (`off`)."""
+    """Checks of the data before step 1. Each kind stops the run above the share `most` (`refuse`), is only reported
+    (`warn`), or is skipped (`off`)."""
 
     copies: Severity = "refuse"
-    """Dev or test rows that are training rows, white space and Unicode form (NFKC) aside."""
+    """Dev or test examples that are also training examples, ignoring white space and Unicode form (NFKC)."""
     near: Severity = "off"
-    """Dev or test rows that are nearly training rows: MinHash estimates a Jaccard similarity of 0.8 or more of their
-    character 5-grams."""
+    """Dev or test examples that are nearly training examples: a Jaccard similarity of character 5-grams of 0.8 or more,
+    estimated by MinHash."""
     conflicts: Severity = "warn"
-    """Texts that stand under several classes."""
+    """Texts that occur under several classes."""
     class_names: Severity = "warn"
     """Classes whose names differ only in case, white space or Unicode form."""
     empty_classes: Severity = "warn"
-    """Classes without a training row."""
+    """Classes without a training example."""
     same_answers: Severity = "warn"
-    """Pairs of answers that say the same (task.kind: preference)."""
+    """Pairs whose two answers are the same (task.kind: preference)."""
     repeated_prompts: Severity = "warn"
-    """Answers that begin with their prompt, which would stand twice."""
+    """Answers that start with their prompt, which would then appear twice."""
     unknown_tokens: Severity = "warn"
-    """Answers with the tokenizer's unknown token, which the model would learn to write."""
+    """Answers that contain the tokenizer's unknown token, which the model would learn to write."""
     control_tokens: Severity = "warn"
-    """Rows whose text has a special token written out, which the tokenizer reads as that token."""
+    """Examples whose text spells out a special token, which the tokenizer parses as that token."""
     unread: Severity = "warn"
-    """Columns of the rows, and keys of their turns, that nothing reads."""
+    """Columns of the rows, and keys of their turns, that are never read."""
     most: float = 0.1
-    """Largest share of rows that `refuse` lets pass, with a warning; 0: none. Of classes, columns and keys, none."""
+    """Largest share of examples that `refuse` tolerates, with a warning; 0: none. Classes, columns and keys are never
+    tolerated."""
 
     def __post_init__(self) -> None:
         check_bounds(self, most=(0, 1))
@@ -481,14 +485,14 @@ class DataChecks:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where rows come from and what is done to bad ones."""
+    """Data sources and the treatment of bad rows."""
 
     train: TrainFiles = field(default_factory=TrainFiles)
-    """Training rows."""
+    """Training examples."""
     dev: Files = field(default_factory=Files)
-    """Rows that choose the best step; may be empty."""
+    """Examples that select the best step; may be empty."""
     test: Files = field(default_factory=Files)
-    """Rows that are judged once, at the end; may be empty."""
+    """Examples evaluated once, at the end; may be empty."""
     columns: Columns = field(default_factory=Columns)
     """Column names."""
     holdout: float = 0.0
@@ -500,18 +504,18 @@ class Data:
     a shipped recipe's sample, which then judges nothing, unless dev, test or this is named; so it is for a target of
     your own."""
     label_noise: float = 0.0
-    """Share of training rows whose label is made wrong, drawn by seed and written to `label_noise.json`; larger shares
-    contain smaller ones. The draw is over all training rows before any limit: a row that is wrong under one limit is
-    so under every other, and a limited subset holds this share up to chance. A class becomes another one; a completion
-    or seq2seq target that of a row which answers differently; of a plain language model's row the tokens come in random
-    order."""
+    """Share of training examples given a wrong label, drawn by seed and written to `label_noise.json`; larger shares
+    contain smaller ones. The draw is over all training examples before any limit: an example that is wrong under one
+    limit is wrong under every other, and a limited subset holds this share up to chance. A class becomes another one; a
+    completion or seq2seq target is replaced by that of an example with a different answer; the tokens of a plain
+    language-model example are shuffled."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """A malformed row stops the run with its file:line, or is skipped and counted."""
+    """Malformed rows stop the run with file:line (`refuse`), or are skipped and counted (`skip`)."""
     checks: DataChecks = field(default_factory=DataChecks)
-    """Checks of the rows before step 1."""
+    """Checks of the data before step 1."""
     cache: str | None = "auto"
-    """Directory that keeps encoded rows for later runs, by the content they were made of. `auto`: for inputs above
-    8 MB, under FLATSHIFT_CACHE or the user's cache directory; null: nothing is kept."""
+    """Directory that keeps encoded examples for later runs, keyed by the content they were made from. `auto`: for
+    inputs above 8 MB, under FLATSHIFT_CACHE or the user's cache directory; null: nothing is kept."""
 
     def __post_init__(self) -> None:
         check_bounds(self, label_noise=(0, 1), holdout=(0, 0.4))
@@ -524,42 +528,44 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """Device mesh: how many ranks along each axis, and what happens along it. All ones: one process, one device."""
+    """Device mesh: number of ranks along each parallel axis, and its options. All ones: one process, one device."""
 
     replicate: int = 1
-    """Whole replicas of the backbone (DDP); together with dp: hybrid sharding (HSDP), shards inside a node."""
+    """Full replicas of the backbone (DDP); together with dp: hybrid sharding (HSDP), shards inside a node."""
     dp: int = 1
-    """Parameter shards (FSDP2, ZeRO-3): each rank holds 1/dp of the weights and its own rows of the batch."""
+    """Parameter shards (FSDP2, ZeRO-3): each rank holds 1/dp of the weights and processes its own part of the batch."""
     tp: int = 1
     """Tensor-parallel ranks: each holds its heads and columns of every block (Megatron-LM)."""
     pp: int = 1
     """Pipeline stages: each holds a run of blocks (GPipe, PTD-P)."""
     cp: int = 1
-    """Context-parallel ranks: each holds 1/cp of every row's tokens and gathers keys and values in attention (rows are
-    padded to a multiple of 2·cp tokens). For rows that do not fit one device; dp sends less where they do."""
+    """Context-parallel ranks: each holds 1/cp of every sequence's tokens and gathers keys and values in attention
+    (sequences are padded to a multiple of 2·cp tokens). For sequences that do not fit on one device; dp communicates
+    less if they do."""
     auto: bool = False
-    """Choose the axes for the devices at hand and print why; axes that are set stay as they are."""
+    """Choose the axes for the available devices and print why; axes that are set stay as they are."""
     zero: Literal[1, 2, 3] = 3
-    """What dp shards: 3 weights too; 2 gradients and optimizer state of the adapter; 1 its optimizer state only."""
+    """State sharded along dp: 3 weights too; 2 gradients and optimizer state of the adapter; 1 its optimizer state
+    only."""
     reshard: bool = True
-    """Free a block's gathered weights after its forward pass and gather them again for backward; false keeps them
-    (half the traffic, more memory)."""
+    """Free a block's gathered weights after its forward pass and gather them again for backward; false keeps them (half
+    the traffic, more memory)."""
     adapters: Literal["shard", "replicate"] = "shard"
-    """Shard adapters along dp with their block, or keep them whole and sum their gradients in one collective."""
+    """Shard adapters along dp with their block, or replicate them and sum their gradients in one collective."""
     offload: bool = False
     """Keep frozen and adapter shards in host memory and copy a block's shard to the device ahead of its use."""
     sequence_parallel: bool = False
     """Along tp, split norms and residuals by tokens (Korthikanti et al. 2205.05198)."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv"] = "1f1b"
-    """Pipeline schedule; interleaved, zero-bubble and zbv hold several stages a rank (virtual)."""
+    """Pipeline schedule; interleaved, zero-bubble and zbv hold several stages per rank (`virtual`)."""
     virtual: int | None = None
     """Stages per pipeline rank; null: 1 for gpipe and 1f1b, 2 for the others."""
     microbatches: int | None = None
-    """Pieces into which the pipeline cuts each micro-batch's rows; null: as many as the rows of a rank allow, up to
-    four a stage. The bubble is (pp - 1) / (virtual * pieces * accumulate)."""
+    """Pieces into which the pipeline splits each micro-batch; null: as many as the examples of a rank allow, up to four
+    per stage. The bubble is (pp - 1) / (virtual * pieces * accumulate)."""
     stall: float = 45.0
-    """Seconds without progress on any rank after which the job ends and names the rank that hangs (at least ten
-    times the longest update so far)."""
+    """Seconds without progress on any rank after which the job ends and names the rank that hangs (at least ten times
+    the longest step so far)."""
 
     def __post_init__(self) -> None:
         check_bounds(self, replicate=(1, None), dp=(1, None), tp=(1, None), pp=(1, None), cp=(1, None))
@@ -567,35 +573,35 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.replicate * self.dp * self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What a run writes down on its way, into `trace.jsonl`: one line per recorded step of fine-tuning, in one process.
+    """Training trace, written to `trace.jsonl`: one line per recorded step of fine-tuning, in one process.
 
-    Measuring changes nothing: with and without it, training ends with the same bits.
+    Recording does not change training: results are bit-identical with and without it.
     """
 
     steps: Literal["log"] | tuple[int, ...] = "log"
-    """Updates after which figures are taken: `log` (evenly in the logarithm of the step), or a list of steps. Always
-    also before the first update and after the last."""
+    """Steps after which metrics are recorded: `log` (evenly spaced in the logarithm of the step), or a list of steps.
+    Always also before the first step and after the last."""
     per_doubling: int = 2
     """Recorded steps in each doubling of the step (steps: log)."""
     train_rows: int | None = 128
-    """Training rows that are judged at each recorded step, drawn by `train.seed` so that larger numbers contain
-    smaller ones; null: all of them. Judging them is most of what recording costs."""
+    """Training examples evaluated at each recorded step, drawn with `train.seed` so that larger numbers contain smaller
+    ones; null: all. Their evaluation is most of the cost of recording."""
     heldout_rows: int | None = 128
-    """Rows of dev, and of test, that are judged at each recorded step; the draw does not depend on `train.seed`. Null:
-    all of them."""
+    """Examples of dev, and of test, evaluated at each recorded step; the draw does not depend on `train.seed`. Null:
+    all."""
     dynamics: bool = True
-    """Norms of the adapter, its gradients and its last update, and how many directions its update has."""
+    """Norms of the adapter, its gradients and its last weight change, and the number of directions in that change."""
     sharpness: tuple[int, ...] = ()
-    """Steps at which curvature in the adapter's space is measured too: λ_max, the trace, and λ_max as Adam sees it.
-    With 0 among them the run says before step 1 above which learning rate Adam would oscillate there."""
+    """Steps at which curvature in the adapter's space is measured too: λ_max, the trace, and λ_max preconditioned by
+    Adam. With 0 in the list, the run reports before step 1 the learning rate above which Adam would oscillate there."""
     sharpness_rows: int = 64
-    """Training rows whose mean loss the curvature is of."""
+    """Training examples whose mean loss the curvature is computed from."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -609,20 +615,20 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """How results are judged."""
+    """Evaluation settings."""
 
     batch_size: int = 32
-    """Rows at once."""
+    """Examples per batch."""
     train_limit: int | None = None
-    """Training rows that are judged too, drawn by `train.seed`; a larger number contains a smaller one; 0: none. Null:
-    none in a run, and 1,000 in a cell of a sweep or study, whose curves have the error on them."""
+    """Training examples to evaluate too, drawn with `train.seed`; a larger number contains a smaller one; 0: none.
+    Null: none in a run, and 1,000 in a cell of a sweep or study, whose curves show the training error."""
     bootstrap: int = 1000
-    """Resamples of the items for each interval."""
+    """Bootstrap resamples of the examples for each interval."""
     confidence: float = 0.95
     """Coverage of the intervals."""
     cold: int = 0
-    """First rows of test (else dev) on which the backbone without the adapter is judged too, at the end of a run, for
-    the difference on the same rows; 0: none. Left out, and said, where a head or soft tokens are new."""
+    """First examples of test (else dev) on which the base model without the adapter is evaluated too, at the end of a
+    run, for the difference on the same examples; 0: none. Skipped, with a note, if a head or soft tokens are new."""
 
     def __post_init__(self) -> None:
         check_bounds(
@@ -636,23 +642,24 @@ TrackerKind = Literal["tensorboard", "wandb", "trackio"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker:
-    """Where the lines of metrics.jsonl go besides; nothing is sent anywhere unless it is asked for here."""
+    """Experiment trackers that also receive the lines of metrics.jsonl; nothing is sent anywhere unless enabled
+    here."""
 
     kinds: tuple[TrackerKind, ...] = ()
     """`tensorboard` (event files in the run directory), `wandb`, `trackio`: the extras `track-tensorboard`,
     `track-wandb`, `track-trackio`."""
     project: str = "flatshift"
-    """Project of wandb and trackio."""
+    """Project name for wandb and trackio."""
     online: bool = False
-    """Whether wandb may send what it is given to its server; else its files stay in the run directory (`wandb sync`).
-    trackio keeps its own database on this machine."""
+    """Let wandb send its data to its server; else its files stay in the run directory (`wandb sync`). trackio keeps its
+    own database on this machine."""
 
 
 Value = TypeVar("Value")
 
 
 def by_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Value) -> Value:
-    """The value of the first pattern that matches the end of the name `layer` from a dot on, else `default`."""
+    """Return the value of the first pattern that matches the end of the name `layer` at a dot, else `default`."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value
@@ -663,21 +670,22 @@ def by_pattern(patterns: Mapping[str, Value] | None, layer: str, default: Value)
 
 
 MOST_STEPS = 10**9
-"""Updates of a stage, at most: at a millisecond each they take twelve days."""
+"""Maximum steps of a stage: at a millisecond each they take twelve days."""
 LONGEST = 2**24
-"""Tokens of a row, at most."""
+"""Maximum tokens of a sequence."""
 
 
 def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> None:
-    """Refuse field values outside `(low, high)`, ends included; None is unbounded but for infinities, and a None value
-    passes.
+    """Check that field values are in `(low, high)`, ends included. An upper bound of None allows any finite value; a
+    value of None passes.
 
-    Raises ValueError that begins with the field's name, so that a recipe loader can say where it was set.
+    Raises ValueError that starts with the field's name, so that a recipe loader can report where it was set.
     """
     for name, (low, high) in bounds.items():
         value = getattr(config, name)
         if value is None:
             continue
+        # negated comparisons, so that NaN fails too
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             wanted = (
                 f"≥ {low}" if high in (None, math.inf) else f"≤ {high}" if low is None else f"between {low} and {high}"
@@ -688,9 +696,9 @@ def check_bounds(config: Any, **bounds: tuple[float | None, float | None]) -> No
 
 
 def refuse_zero(config: Any, **meant: str) -> None:
-    """Refuse the value 0 of settings at which nothing would be trained.
+    """Reject the value 0 for settings with which nothing would be trained.
 
-    meant: for each field, what 0 does and what to write instead. Raises ValueError as `check_bounds`.
+    meant: for each field, the effect of 0 and what to write instead. Raises ValueError as `check_bounds`.
     """
     for name, told in meant.items():
         if getattr(config, name) == 0:

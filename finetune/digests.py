@@ -1,10 +1,10 @@
-"""SHA-256 of what a finished run holds, noted in its `done.json` and compared before any of it is read again.
+"""SHA-256 digests of a finished run's files, recorded in its `done.json` and checked before any of them is read again.
 
     RUN/done.json                  {"files": {"eval.json": …, "adapter/adapter_model.safetensors": …}}
-    RUN/stages/NAME/done.json      the same of stages/NAME/adapter, beside how the stage ended
+    RUN/stages/NAME/done.json      the same for stages/NAME/adapter, along with how the stage ended
     SWEEP/cells/KEY/result.json    {"seal": {"result.json": …, "trace.jsonl": …}}: itself and the cell's files
 
-What was saved by other programs, or is not finished, has no such record and passes. Imports nothing heavy.
+Files saved by other programs, or not finished, have no such record and pass. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ _SEAL = "seal"
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """Return the SHA-256 of a file's bytes."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def adapter_digest(run: Path) -> str:
-    """SHA-256 of a run's adapter weights, empty if there are none: says whether a measurement is of this adapter."""
+    """Return the SHA-256 of a run's adapter weights, or "" if there are none; identifies the adapter that was
+    measured."""
     file = run / "adapter" / "adapter_model.safetensors"
     return digest(file) if file.is_file() else ""
 
 
 def record_digest(record: Mapping[str, object]) -> str:
-    """SHA-256 of a JSON record, whatever the order of its keys."""
+    """Return the SHA-256 of a JSON record, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
 def sums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
-    """SHA-256 of `files`, which lie somewhere in `folder`, by their names from there."""
+    """Return the SHA-256 of `files`, keyed by their paths relative to `folder`."""
     return {file.relative_to(folder).as_posix(): digest(file) for file in sorted(files)}
 
 
 def adapter_sums(folder: Path) -> dict[str, str]:
-    """`sums` of the adapter in `folder`/adapter: all that reading it depends on."""
+    """Return `sums` of all files in `folder`/adapter: everything that loading the adapter depends on."""
     return sums(folder, [file for file in (folder / "adapter").glob("*") if file.is_file()])
 
 
 def write_sealed(file: Path, record: Mapping[str, object], beside: Iterable[Path] = ()) -> None:
-    """Write the JSON `record` with the SHA-256 of its own values and of the files `beside` it, for `unsealed`."""
+    """Write the JSON `record` with checksums of its own values and of sibling files, to be verified by `unsealed`."""
     plain = json.loads(json_text(record, allow_nan=False))
     write_json(file, {**plain, _SEAL: {**sums(file.parent, beside), file.name: record_digest(plain)}})
 
 
 def unsealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, Any]:
-    """`record`, as read from `file`, without its seal; a record that has none passes.
+    """Return `record`, as read from `file`, without its seal; a record that has none passes.
 
     Raises:
-        UserError: it, or a file beside it, is not what `write_sealed` left; ends with `fix`.
+        UserError: the record, or a file next to it, differs from what `write_sealed` wrote; ends with `fix`.
     """
     plain = {key: value for key, value in record.items() if key != _SEAL}
     seal = record.get(_SEAL, {file.name: record_digest(plain)})
@@ -78,9 +79,9 @@ def unsealed(file: Path, record: Mapping[str, Any], *, fix: str) -> dict[str, An
 
 
 def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> None:
-    """Raise UserError for a file of `folder` that is missing or not what `folder`/done.json says; without one all pass.
+    """Raise UserError if a file of `folder` is missing or differs from `folder`/done.json; without done.json all pass.
 
-    wanted: which names are looked at.
+    wanted: predicate on names; only these files are checked.
     """
     record = folder / DONE
     if not record.is_file():
@@ -106,7 +107,8 @@ def check_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True)
 
 
 def copy_sealed(folder: Path, to: Path) -> None:
-    """Copy what `folder`/done.json lists, and it itself, into the directory `to`. Raises UserError as `check_files`."""
+    """Copy the files listed in `folder`/done.json, and done.json, to the directory `to`. Raises UserError as
+    `check_files`."""
     check_files(folder)
     for name in (*read_object(folder / DONE, FILES)[FILES], DONE):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +116,8 @@ def copy_sealed(folder: Path, to: Path) -> None:
 
 
 def check_adapter(directory: Path) -> None:
-    """Raise UserError if the adapter in `directory` is a run's and not what it saved (`check_files`)."""
+    """Raise UserError if the adapter in `directory` belongs to a run and differs from what that run saved
+    (`check_files`)."""
     place = directory.resolve()
     if place.name == "adapter":
         check_files(directory.parent if directory.name == "adapter" else place.parent, _of_adapter)

@@ -1,4 +1,4 @@
-"""Figures in words: bytes and rates, as every printed line has them. Imports nothing."""
+"""Format numbers for printed lines: bytes, rates, durations and intervals. Imports nothing."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from typing import Any
 
 
 def gib(count: float) -> str:
-    """Bytes for a person."""
+    """Format a number of bytes as GiB or MiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """`12 ms`, `3.27 s`, `14.2 minutes`, `31.5 hours`."""
+    """Format seconds as `12 ms`, `3.27 s`, `14.2 minutes` or `31.5 hours`."""
     if seconds < 120:
         return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} minutes" if seconds < 7200 else f"{seconds / 3600:,.3g} hours"
 
 
 def per_second(rate: float, unit: str) -> str:
-    """`9,840 texts/s`, `3.27 steps/s`: no exponent, three figures below a hundred."""
+    """Format a rate as `9,840 texts/s` or `3.27 steps/s`: no exponent, three digits below a hundred."""
     return f"{rate:,.0f} {unit}/s" if rate >= 99.5 else f"{rate:.3g} {unit}/s"
 
 
 def interval_text(figure: Mapping[str, Any], form: str) -> str:
-    """`0.52 [0.49, 0.55]` of `{value, low, high}` by a format; without an interval the value alone, or a dash."""
+    """Format `{value, low, high}` as `0.52 [0.49, 0.55]`; without an interval the value alone, without a value a
+    dash."""
     if figure["value"] is None:
         return "–"
     if figure["low"] is None:
@@ -33,8 +34,8 @@ def interval_text(figure: Mapping[str, Any], form: str) -> str:
 
 
 def predicted_vs_measured(plan: Mapping[str, Any]) -> str:
-    """Predicted beside measured of a stage (`plan` of its done.json): `memory of updates 80.0 MiB predicted, 84.0 MiB
-    measured (+5 %)`; empty where nothing was measured."""
+    """Compare predicted and measured memory and time of a stage (`plan` of its done.json), for example `memory of an
+    update 80.0 MiB predicted, 84.0 MiB measured (+5 %)`; empty if nothing was measured."""
     parts = []
     allocated = plan.get("what") == "allocated"
     if plan.get("measured"):
@@ -51,7 +52,7 @@ def predicted_vs_measured(plan: Mapping[str, Any]) -> str:
 
 
 def rate_text(figures: Mapping[str, Any]) -> str:
-    """`12,340 tokens/s, 35 GFLOP/s, MFU 41 %`, as far as it is known."""
+    """Format throughput as `12,340 tokens/s, 35 GFLOP/s, MFU 41 %`, as far as it is known."""
     parts = []
     if figures.get("tokens_s"):
         parts.append(per_second(figures["tokens_s"], "tokens"))

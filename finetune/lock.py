@@ -1,11 +1,11 @@
-"""One owner for a path: what one command writes, no other writes meanwhile.
+"""Exclusive locks on paths: while one command writes to a path, no other does.
 
-    with owned(out):
-        ...             # look at what is there, and write
+    with exclusive_lock(out):
+        ...             # inspect existing files, and write
 
-The lock is a file beside the path (`.NAME.lock`), so what it protects may be moved or replaced as a whole and is copied
-without it. The kernel drops it with its process, however that ends; the file goes at a normal end, and a killed
-command's with the next one on the path.
+The lock is a file next to the path (`.NAME.lock`), so the path may be moved or replaced as a whole and is copied
+without it. The kernel releases it when its process ends in any way; the file is removed at a normal end, and after a
+kill by the next command on the path.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from .atomic import make_directory, sweep_leftovers
 from .errors import UserError, full_at, is_disk_full
 
 INSIDE = ".lock"
-"""Name of the lock where it has to lie in the directory itself."""
+"""Name of the lock where it has to be inside the directory itself."""
 _NONE_KEPT = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-"""What file systems without locks say."""
+"""Error numbers of file systems without locks."""
 _OURS = b"flatshift "
 _UNWRITABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EISDIR}
 _PATIENCE_S = 0.2
-"""How long a lock is asked for: its owner may be at its end."""
+"""Seconds to retry a lock: its owner may be about to exit."""
 
 
 @contextlib.contextmanager
 def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> Iterator[None]:
-    """Be the only command at work on `path`, a file or directory that may not exist yet.
+    """Hold the exclusive lock on `path`, a file or directory that may not exist yet.
 
-    Makes the directory that it lies in, and takes it away again if nothing came of it; removes what killed writes left
-    of `path` beside it. A file system that keeps no locks is said to be one on stderr, once, and gone on with.
+    Creates the parent directories, and removes them again if they stay empty; removes temporary files that killed
+    writes of `path` left next to it. On a file system without locks, print a warning to stderr once and continue.
 
-    instead: what else the user can do, for the refusal.
-    Raises UserError that names the process at work there; for a place that cannot be written.
+    instead: the alternative suggested in the error message.
+    Raises UserError that names the process holding the lock, or if the path cannot be written.
     """
     real = Path(os.path.realpath(path))
     made: list[Path] = []
     try:
         fd, lock = _taken(real, path, instead, made)
         try:
-            if fd is not None:  # else they may be another's, who is at work
+            if fd is not None:  # without a lock, the leftovers may belong to a running command
                 sweep_leftovers(real.parent, of=real.name)
             yield
         except Exception as error:
@@ -62,7 +62,7 @@ def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> 
         finally:
             if fd is not None:
                 with contextlib.suppress(OSError):
-                    lock.unlink()  # before it is let go of: who waits for it sees that it is no longer the one
+                    lock.unlink()  # unlink before unlocking, so that a waiting process sees that its file is stale
                 os.close(fd)
     finally:
         for folder in made:
@@ -72,12 +72,13 @@ def exclusive_lock(path: str | Path, *, instead: str = "name another --out") -> 
 
 @contextlib.contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """A new directory among the machine's temporary ones, gone at the end; removes those of killed processes first."""
+    """Yield a new directory in the system's temporary directory and remove it at the end; first remove those of killed
+    processes."""
     there = Path(tempfile.gettempdir())
     for left in there.glob(f"{prefix}*"):
         _remove_abandoned(left)
     folder = there / f"{prefix}{uuid.uuid4().hex}"
-    with exclusive_lock(folder):  # held before it exists, so nobody finds it without an owner
+    with exclusive_lock(folder):  # locked before it exists, so no other process finds it without an owner
         folder.mkdir(mode=0o700)
         try:
             yield folder
@@ -86,12 +87,12 @@ def temporary_directory(prefix: str) -> Iterator[Path]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a directory of this user that no process owns; where locks are not kept, that cannot be known."""
+    """Remove a directory of this user that no process holds; keep it where the file system has no locks to tell."""
     with contextlib.suppress(OSError):
         if os.lstat(folder).st_uid != os.geteuid() or not stat.S_ISDIR(os.lstat(folder).st_mode):
             return
         lock = _place(folder)
-        fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)  # a killed owner leaves it
+        fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)  # a killed owner leaves the lock file
         try:
             if taken(fd) and _is_still(fd, lock):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -101,7 +102,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def taken(fd: int, *, shared: bool = False) -> bool | None:
-    """Lock the open file `fd` if that is free; whether it was. None: its file system keeps no locks."""
+    """Try to lock the open file `fd`; return True on success, False if it is held, None if its file system has no
+    locks."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -114,14 +116,15 @@ def taken(fd: int, *, shared: bool = False) -> bool | None:
 
 
 def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tuple[int | None, Path]:
-    """The open lock of `real` and where it lies; None where the file system keeps none. made: gets new directories."""
+    """Open and lock the lock file of `real`; return its descriptor and path. The descriptor is None if the file system
+    has no locks. Directories that had to be created are added to `made`."""
     patience = time.monotonic() + _PATIENCE_S
     while True:
         try:
             made[:] = [*make_directory(real.parent), *made]
             lock = _place(real)
             fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        except FileNotFoundError:  # a command that failed took away the directory that it had made
+        except FileNotFoundError:  # a failed command removed the directory it had created
             if time.monotonic() > patience:
                 raise
             continue
@@ -136,7 +139,7 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or not _OURS.startswith(os.pread(fd, len(_OURS), 0).rstrip(b"\0")):
-                raise _foreign(lock)  # a part of our own words is what a kill left, zeros are what a power cut left
+                raise _foreign(lock)  # our own prefix cut short is what a kill left, zeros are what a power cut left
             free = taken(fd)
             if free is False and time.monotonic() > patience:
                 other = f", or {instead}" if instead else ""
@@ -146,8 +149,8 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
                 lock.unlink(missing_ok=True)
                 os.close(fd)
                 return None, lock
-            if free and _is_still(fd, lock):  # else its last owner has just ended
-                with contextlib.suppress(OSError):  # a full disk: it is held without a name in it
+            if free and _is_still(fd, lock):  # else its last owner has just removed it
+                with contextlib.suppress(OSError):  # on a full disk it is held without its owner's name
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, _OURS + f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
                 return fd, lock
@@ -159,7 +162,7 @@ def _taken(real: Path, path: str | Path, instead: str, made: list[Path]) -> tupl
 
 
 def _place(real: Path) -> Path:
-    """Where the lock of `real` lies: beside it; within a directory whose surroundings are not this command's."""
+    """Return the lock file's path: next to `real`, or inside it for a mount point or if its parent is not writable."""
     if real.is_dir() and (os.path.ismount(real) or not os.access(real.parent, os.W_OK)):
         return real / INSIDE
     return real.with_name(f".{real.name}.lock")
@@ -170,7 +173,7 @@ def _foreign(lock: Path) -> UserError:
 
 
 def _is_still(fd: int, lock: Path) -> bool:
-    """Whether the open file is the one that its name leads to."""
+    """True if `lock` still names the open file `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.lstat(lock))
     except FileNotFoundError:
@@ -178,7 +181,7 @@ def _is_still(fd: int, lock: Path) -> bool:
 
 
 def _holder(fd: int) -> str:
-    """Who holds the lock; without a name where its disk was full."""
+    """Describe the process holding the lock; it is unknown if its disk was full."""
     words = os.pread(fd, 300, 0).decode(errors="replace").split()
     if len(words) != 3:
         return "unknown process"

@@ -1,4 +1,4 @@
-"""The CPU that this process runs on, as the system tells of it."""
+"""CPU model and instruction flags of this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @functools.cache
 def processor() -> tuple[str, tuple[str, ...]]:
-    """Its model and, where the system tells, its instruction flags, sorted."""
+    """Return the CPU's model and, where the system reports them, its instruction flags, sorted."""
     info: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,4 +1,4 @@
-"""The run directory: what a command leaves behind (design §4), self-sufficient, append-only, safe to copy.
+"""Run directory: the output of a command (design §4), self-contained, append-only, safe to copy.
 
 run = RunDirectory.create("runs/first")         # refuses a non-empty directory
 run.log_metrics("fine-tune", step=1, split="train", loss=3.2, ...)
@@ -47,15 +47,15 @@ ENVIRONMENT, COMMAND, RECIPE, MANIFEST, METRICS, TRACE, LOG = (
     "log.txt",
 )
 SPIKE = "spike"
-"""Split of the lines that say of a loss spike and of what was undone for it."""
+"""Split of the metrics lines that report a loss spike and the rollback for it."""
 _PACKAGES = ("flatshift", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "scikit-learn")
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @contextmanager
 def disk_full_interrupts(doing: str) -> Iterator[None]:
-    """Turn a disk that is full (or the quota), or that fails, while `doing` something into Interrupted; other errors
-    pass through."""
+    """Turn a full (or over-quota) or failing disk while `doing` something into Interrupted; other errors pass
+    through."""
     try:
         yield
     except Exception as error:
@@ -67,7 +67,7 @@ def disk_full_interrupts(doing: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One run on disk. Make it with `create` or `open`."""
+    """One run on disk. Create it with `create` or `open`."""
 
     path: Path
     writes: bool = True
@@ -82,11 +82,11 @@ class RunDirectory:
         manifest: dict[str, Any] | None = None,
         texts: Mapping[str, str] | None = None,
     ) -> RunDirectory:
-        """A new run directory with command.txt, environment.json and, if given, recipe, manifest and other `texts` by
-        file name.
+        """Create a run directory with command.txt, environment.json and, if given, recipe, manifest and other `texts`
+        by file name.
 
         It appears whole or not at all: a run that is killed here can simply be started again.
-        Raises UserError for a non-empty `path`, also for one that another process has made meanwhile.
+        Raises UserError if `path` is not empty, including when another process created it meanwhile.
         """
         path = Path(path)
         refuse_old(path, resumable=True)
@@ -100,9 +100,9 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
-        """An existing run directory, with what a killed process left torn repaired.
+        """Open an existing run directory, repairing files that a killed process left torn.
 
-        Raises UserError if `path` is not a run directory, or is a finished one that is not what it saved.
+        Raises UserError if `path` is not a run directory, or is a finished one whose files differ from what it saved.
         """
         path = Path(path)
         if not path.is_dir():
@@ -112,7 +112,8 @@ class RunDirectory:
         for folder in (path, path / "state", path / "stages", *(path / "stages").glob("*/")):
             sweep_leftovers(folder)
         torn = [path / METRICS, path / TRACE, *(path / "stages").glob(f"*/{METRICS}")]
-        # Of a finished run nothing is torn: what differs from its record was changed, and is left for its user to see.
+        # A finished run has no torn files: a difference from its record was made by someone, and is left for the user
+        # to see.
         check_files(path, {file.relative_to(path).as_posix() for file in torn}.__contains__)
         for file in torn:
             _cut_torn_tail(file)
@@ -120,11 +121,11 @@ class RunDirectory:
 
     @property
     def state(self) -> Path:
-        """Where the running stage's checkpoints lie."""
+        """Directory of the running stage's checkpoints."""
         return self.path / "state"
 
     def stage(self, name: str) -> Path:
-        """`stages/<name>/`, made if need be by the process that writes."""
+        """Return `stages/<name>/`, created if needed by the process that writes."""
         folder = self.path / "stages" / name
         if self.writes:
             make_directory(folder)
@@ -139,7 +140,7 @@ class RunDirectory:
             _append(file, text)
 
     def sync_metrics(self, stage: str) -> None:
-        """Make the lines that were logged so far durable, before a checkpoint says that their updates are done."""
+        """Make the lines logged so far durable, before a checkpoint declares their steps done."""
         if self.writes:
             sync_files(self.path / METRICS, self.path / "stages" / stage / METRICS, self.path / TRACE)
 
@@ -157,9 +158,9 @@ class RunDirectory:
 
 
 def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
-    """Raise UserError unless `path` is absent or an empty directory, but for what killed writes leave.
+    """Raise UserError unless `path` is absent or a directory empty except for leftovers of killed writes.
 
-    resumable: what may be there is a run's.
+    resumable: the directory may be a run's, so the message suggests resuming it.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -170,8 +171,8 @@ def refuse_nonempty(path: str | Path, *, resumable: bool = False) -> None:
 
 
 def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
-    """As `refuse_nonempty`, for a directory that is to appear as a whole: raise UserError too for one that cannot be
-    replaced, a mount point or this process's working directory."""
+    """Raise UserError as `refuse_nonempty`, and for a directory that cannot be replaced as a whole: a mount point or
+    this process's working directory."""
     refuse_nonempty(path, resumable=resumable)
     path = Path(path)
     if path.is_mount() or (path.is_dir() and path.samefile(Path.cwd())):
@@ -180,15 +181,15 @@ def refuse_old(path: str | Path, *, resumable: bool = False) -> None:
 
 
 def resume_command(path: str | Path) -> str:
-    """Shell command that resumes the run in `path`."""
+    """Return the shell command that resumes the run in `path`."""
     return shlex.join(["flatshift", "train", "--resume", str(path)])
 
 
 @contextmanager
 def new_output(path: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `path` at the end, whole.
+    """Yield a temporary directory that becomes `path` as a whole at the end.
 
-    Raises UserError if somebody else made `path` meanwhile; what is there stays.
+    Raises UserError if another command created `path` meanwhile; its content is kept.
     """
     try:
         with new_directory(path) as temporary:
@@ -209,7 +210,8 @@ def write_provenance(directory: str | Path, *, recipe_yaml: str | None = None) -
 
 
 def add_provenance(directory: Path) -> None:
-    """Append this command to command.txt, and to environment.json (`resumed`) where and with what it goes on."""
+    """Append this command to command.txt, and to environment.json (`resumed`) when it resumed and what differs from
+    before."""
     before = (directory / COMMAND).read_text(encoding="utf-8")
     write_text(directory / COMMAND, before + _command())
     known = read_object(directory / ENVIRONMENT)
@@ -221,12 +223,12 @@ def add_provenance(directory: Path) -> None:
 
 def _command() -> str:
     name = Path(sys.argv[0]).name
-    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` is the command too
+    called = "flatshift" if name == "__main__.py" else name  # `python -m flatshift` runs the same command
     return shlex.join([called, *sys.argv[1:]]) + "\n"
 
 
 def environment() -> dict[str, Any]:
-    """What results may depend on: versions, machine, threads, commit. Memory in bytes."""
+    """Collect what results may depend on: versions, machine, threads, commit. Memory in bytes."""
     found: dict[str, Any] = {
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "python": platform.python_version(),
@@ -244,7 +246,7 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     found["versions"] = versions
-    torch = sys.modules.get("torch")  # only where it is in use: a selection may run without it
+    torch = sys.modules.get("torch")  # only if already imported: a selection may run without it
     if torch is not None:
         found["threads"] = torch.get_num_threads()
         found["gpu"] = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -252,13 +254,13 @@ def environment() -> dict[str, Any]:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl in order of their last writing, one per (stage, split, step); none if absent.
+    """Return the lines of a metrics.jsonl in order of their last write, one per (stage, split, step); none if absent.
 
-    A torn last line (the process was killed while writing) is skipped. A line with `rewound_to` (a loss spike that the
-    stage went back for) takes away what the stage wrote of later steps before it.
+    A torn last line (the process was killed while writing) is skipped. A line with `rewound_to` (the stage rolled back
+    for a loss spike) removes the stage's earlier lines of later steps.
 
     Raises:
-        UserError: any other line is none of metrics.
+        UserError: any other line is not a metrics row.
     """
     path = Path(path)
     if not path.is_file():
@@ -279,17 +281,17 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def parse_line(piece: bytes) -> dict[str, Any] | None:
-    """The object of one line of metrics.jsonl, its `step` a whole number ≥ 0; None for what is no such line."""
+    """Parse one line of metrics.jsonl, its `step` an integer ≥ 0; None if it is not such a line."""
     try:
         record = json.loads(piece)
         if not isinstance(record, dict) or not isinstance(record["stage"], str):
             return None
-        if not isinstance(record.get("split", ""), str):  # a trace has none
+        if not isinstance(record.get("split", ""), str):  # a trace line has none
             return None
         step, back = record["step"], record.get("rewound_to", 0)
         if not all(isinstance(one, int) and one >= 0 for one in (step, back)):
             return None
-        if any(isinstance(one, int) and abs(one) >= 2**63 for one in record.values()):  # no float, no table holds it
+        if any(isinstance(one, int) and abs(one) >= 2**63 for one in record.values()):  # too large for a table's int64
             return None
     except (ValueError, KeyError, RecursionError):
         return None
@@ -297,7 +299,7 @@ def parse_line(piece: bytes) -> dict[str, Any] | None:
 
 
 def forget_undone(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> None:
-    """Take out of `lines`, keyed (stage, split, step), what `record` says that its stage has undone."""
+    """Remove from `lines`, keyed (stage, split, step), the steps that `record` rolled back."""
     if (back := record.get("rewound_to")) is None:
         return
     for key in [key for key in lines if key[0] == record.get("stage") and key[1] != SPIKE and key[2] > back]:
@@ -305,13 +307,13 @@ def forget_undone(lines: dict[Any, dict[str, Any]], record: dict[str, Any]) -> N
 
 
 def last_attempt(records: Iterable[dict[str, Any]], stage: str) -> int:
-    """The highest attempt that `stage` has logged; 0 for none."""
+    """Return the highest attempt that `stage` has logged; 0 if none."""
     return max((int(r.get("attempt") or 0) for r in records if r.get("stage") == stage), default=0)
 
 
 def _cut_torn_tail(path: Path) -> None:
-    """Drop what follows the last line break: lines are written with it in one piece. A zero byte, which no line has, is
-    where a machine without power lost what was not yet synced: what follows it is younger than any checkpoint."""
+    """Drop everything after the last line break: each line is written in one piece with it. A zero byte, which no line
+    has, marks data lost in a power cut before it was synced: everything after it is younger than any checkpoint."""
     if not path.is_file():
         return
     data = path.read_bytes()
@@ -322,7 +324,7 @@ def _cut_torn_tail(path: Path) -> None:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append in one write; a line that the disk has no room for is taken back whole."""
+    """Append in one write; a line for which the disk has no room is removed whole."""
     data = text.encode()
     with disk_full_interrupts(f"writing {path}"):
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -348,7 +350,7 @@ def _finite(value: Any) -> Any:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree this package lies in; None for an installed package."""
+    """Return the commit of the source tree that contains this package; None for an installed package."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

@@ -1,4 +1,4 @@
-"""Every random draw comes from `train.seed` by name; nothing touches a global generator."""
+"""Named random seeds derived from `train.seed`; no global generator is touched."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """A 63-bit seed for the purpose `names`, independent of every other purpose and of the platform."""
+    """Return a 63-bit seed for the purpose `names`, independent of every other purpose and of the platform."""
     text = "\x1f".join([str(int(seed)), *map(str, names)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def numpy_generator(seed: int, *names: str | int) -> np.random.Generator:
-    """A NumPy generator for the purpose `names`."""
+    """Return a NumPy generator for the purpose `names`."""
     return np.random.Generator(np.random.PCG64(derive(seed, *names)))
 
 
 def torch_generator(seed: int, *names: str | int, device: str = "cpu") -> torch.Generator:
-    """A torch generator for the purpose `names`."""
+    """Return a torch generator for the purpose `names`."""
     import torch
 
     return torch.Generator(device=device).manual_seed(derive(seed, *names))

@@ -1,6 +1,6 @@
-"""Flatshift: pick the data, shift a frozen backbone towards your target, train flat adapters, and see what helps.
+"""Flatshift: select data, adapt a frozen backbone to your target, train flat adapters, and measure what helps.
 
-The public names, loaded when first used, so that `import flatshift` costs nothing.
+Public names are imported on first use, so that `import flatshift` costs nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PUBLIC = {
 __all__ = [*_PUBLIC, "__version__"]
 
 
-if not TYPE_CHECKING:  # a type checker knows every name from above, and that there are no others
+if not TYPE_CHECKING:  # a type checker already knows every public name from the imports above
 
     def __getattr__(name: str) -> Any:
         if name not in _PUBLIC:

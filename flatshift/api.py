@@ -1,10 +1,10 @@
-"""`import flatshift`: the commands as functions, and what they leave behind as objects.
+"""Python API: the commands as functions, and their result directories as objects.
 
     recipe = flatshift.load_recipe("classify", {"train": {"steps": 40}})
     run = flatshift.train(recipe, out="runs/first")
     run.metrics["test"]["accuracy"]                  # {"value": …, "low": …, "high": …, "n": …}
 
-Nothing is decided here: each function hands over to the workflow that its command runs, with the page drawn at the end.
+Each function calls the same workflow as its command and draws the report at the end; no logic of its own is here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Overrides = Mapping[str, Any]
 
 
 def draw(directory: Path, *parts: Path) -> Path:
-    """Draw `plots/` and `report.html` of a finished directory, or one page of its `parts`; returns the page."""
+    """Draw `plots/` and `report.html` of a finished directory, or one page from its `parts`; return the page's path."""
     from flatshift.experiments.report import build_report, write_plots
 
     if not parts:
@@ -46,11 +46,11 @@ def draw(directory: Path, *parts: Path) -> Path:
 
 
 def load_recipe(reference: str | Path | None = None, overrides: Overrides | None = None) -> Resolved:
-    """A recipe file or shipped recipe with `overrides` laid over it, checked whole.
+    """Load a recipe file or shipped recipe, apply `overrides` and validate the result.
 
     reference: a path, a shipped name (`flatshift recipes list`), or None for the defaults alone.
-    Returns what `train`, `select`, `sweep` take: `.recipe` is the tree of frozen dataclasses, `.to_yaml()` its text.
-    Raises UserError that names the key, with the nearest valid one.
+    Returns the argument of `train`, `select` and `sweep`: `.recipe` is the tree of frozen dataclasses, `.to_yaml()` its
+    text. Raises UserError that names the key, with the nearest valid one.
 
         flatshift.load_recipe("classify", {"train": {"steps": 4}, "adapter.rank": 2})
     """
@@ -63,7 +63,7 @@ def load_recipe(reference: str | Path | None = None, overrides: Overrides | None
 
 
 def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolved:
-    """Whatever stands for a recipe, resolved."""
+    """Resolve any accepted form of a recipe (name, file, Recipe or Resolved)."""
     from flatshift.experiments.recipe import Resolved, from_mapping
     from flatshift.experiments.recipe.resolve import resolve_tree
     from flatshift.experiments.recipe.schema import Recipe
@@ -72,7 +72,7 @@ def _resolved(recipe: Any, overrides: Overrides | None, function: str) -> Resolv
         return load_recipe(recipe, overrides)
     if isinstance(recipe, Recipe):
         given: dict[str, Any] = dict(vars(recipe))
-        if recipe.train.epochs is not None:  # a Train has steps always, said or not
+        if recipe.train.epochs is not None:  # Recipe always fills in steps; with epochs they must not count as given
             given["train"] = {k: v for k, v in vars(recipe.train).items() if k != "steps"}
         recipe = resolve_tree(from_mapping(given, "Recipe"), (), name="recipe")
     if not isinstance(recipe, Resolved):
@@ -106,8 +106,8 @@ def train(
 ) -> Run:
     """Run a recipe into a new run directory, as `flatshift train`.
 
-    out: directory to make, by default `runs/DATE-TIME-NAME`. quiet: print nothing; log.txt has every line.
-    Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
+    out: directory to create, by default `runs/DATE-TIME-NAME`. quiet: print nothing; log.txt has every line.
+    Raises UserError for bad input before training starts, Interrupted if stopped with resumable state.
     """
     resolved = _resolved(recipe, overrides, "train")
     where = None if out is None else _path("train", "out", out)
@@ -123,9 +123,9 @@ def train(
 
 
 def resume(path: str | Path, overrides: Overrides | None = None, *, quiet: bool = False) -> Run:
-    """Continue a run directory exactly where it stopped; a finished one returns at once.
+    """Continue a run directory exactly where it stopped; return at once if it is finished.
 
-    overrides: another mesh, `train.device` or `train.steps`.
+    overrides: only another mesh, `train.device` or `train.steps`.
     Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
     not allowed.
     """
@@ -139,9 +139,9 @@ def resume(path: str | Path, overrides: Overrides | None = None, *, quiet: bool 
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory of `train`: `Run("runs/first")` opens one that is there.
+    """A run directory of `train`: `Run("runs/first")` opens an existing one.
 
-    Reads files when it is asked, so a run that still trains can be watched. Raises UserError where `path` is no run.
+    Files are read on each access, so a run that is still training can be watched. Raises UserError if `path` is no run.
     """
 
     path: Path
@@ -153,42 +153,42 @@ class Run:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe as it was resolved."""
+        """Resolved recipe of the run."""
         from flatshift.experiments.recipe import resume_recipe
 
         return resume_recipe(self.path).recipe
 
     @property
     def finished(self) -> bool:
-        """Whether every part is done; if not, `resume(run.path)` goes on."""
+        """True if every part is done; if not, `resume(run.path)` continues the run."""
         return (self.path / "done.json").is_file()
 
     @property
     def metrics(self) -> dict[str, dict[str, BootstrapInterval]]:
-        """eval.json: `{split: {metric: {"value", "low", "high", "n"}}}`; empty before the run was judged."""
+        """Contents of eval.json: `{split: {metric: {"value", "low", "high", "n"}}}`; empty before the evaluation."""
         from flatshift.experiments.results.run import read_object
 
         return read_object(self.path / "eval.json")
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl in order, one of each stage, split and step: `stage, split, step, loss, …`."""
+        """Rows of metrics.jsonl in order, one per stage, split and step: `stage, split, step, loss, …`."""
         from flatshift.experiments.results.run import read_metrics
 
         return read_metrics(self.path / "metrics.jsonl").lines
 
     def evaluate(self, data: str | Path | Sequence[str | Path] = (), *, quiet: bool = True) -> dict[str, Any]:
-        """Judge the adapter again, on the run's own splits or on files as the split `data`; as `flatshift eval`."""
+        """Evaluate the adapter again, on the run's own splits or on files as split `data`, as `flatshift eval`."""
         from flatshift.experiments.workflows.evaluate import evaluate_run
 
         return evaluate_run(self.path, data=_files("evaluate", "data", data), quiet=quiet)
 
     def predict(self, rows: str | Sequence[str | Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What the run says of each row: `label, probability, p_NAME`, a number, an answer, or the perplexity.
+        """Predict for each row: `label, probability, p_NAME`, a number, an answer, or the perplexity.
 
-        rows: texts, or mappings with the columns that the run was trained on; no label is needed. The model is laid out
-        at the first call. Files of any length: `flatshift predict`.
-        Raises UserError for a run without an adapter, or a row that the model cannot be shown.
+        rows: texts, or mappings with the training columns; labels are not needed. The model is loaded at the first
+        call. For files of any length use `flatshift predict`.
+        Raises UserError for a run without an adapter, or a row that the model cannot encode.
         """
         given = [rows] if isinstance(rows, str) else rows
         if isinstance(given, Mapping) or not (hasattr(given, "__iter__") and hasattr(given, "__len__")):
@@ -206,10 +206,10 @@ class Run:
         return Predictor(self.path)
 
     def generate(self, prompts: str | Sequence[str], *, raw: bool = False, **decoding: Any) -> list[str]:
-        """What the model writes after each prompt, which goes through the task's template unless `raw`.
+        """Generate text after each prompt; prompts go through the task's template unless `raw`.
 
         decoding: `max_new_tokens, temperature, top_p, seed, …`, as the flags of `flatshift generate`.
-        Raises UserError if the task writes no text, or a prompt does not fit.
+        Raises UserError if the task is not generative, or a prompt does not fit.
         """
         asked = [prompts] if isinstance(prompts, str) else prompts
         from flatshift.experiments.workflows.generate import generate_from_run
@@ -219,9 +219,9 @@ class Run:
         return [str(record["text"]) for record in found]
 
     def adapter(self) -> Any:
-        """The frozen backbone with the run's adapter, a `peft.PeftModel` in evaluation mode on the run's device.
+        """Return the frozen backbone with the run's adapter, a `peft.PeftModel` in evaluation mode on the run's device.
 
-        Raises UserError for a run that has none yet, or whose backbone changed.
+        Raises UserError if the run has no adapter yet, or its backbone changed.
         """
         from flatshift.experiments.data.splits import learnt
         from flatshift.experiments.workflows.build import load_model
@@ -232,13 +232,13 @@ class Run:
         return engine.peft.eval()
 
     def tokenizer(self) -> Any:
-        """The backbone's tokenizer, with which training encoded its rows."""
+        """Return the backbone's tokenizer, the one used in training."""
         from flatshift.finetune.models.backbone import open_backbone
 
         return open_backbone(self.recipe.backbone).tokenizer
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Draw the run's page anew, by default its `report.html`."""
+        """Draw the run's page again, by default its `report.html`."""
         from flatshift.experiments.report import build_report
 
         return build_report([self.path], out=out or self.path / "report.html")
@@ -262,9 +262,10 @@ def select(
 
     pool, target: lists of texts, or files as a `Path` or a list of them; or `pool` alone, a recipe with a `select`
     block. method, embedder: a kind (`"gotd"`, `"tfidf"`, …) or its settings
-    (`flatshift.selection.methods.gotd.GotD(...)`), else the recipe's, or `cynical` on the backbone's tokens, or GOT-D
-    where an embedder is given. overrides: further recipe keys. out: directory to make; by default nothing is kept but
-    the answer. Lists of texts are kept beside it, as files in `OUT-texts/`, so that its manifest names what was read.
+    (`flatshift.selection.methods.gotd.GotD(...)`); by default the recipe's, else `cynical` on the backbone's tokens, or
+    GOT-D if an embedder is given. overrides: further recipe keys. out: directory to create; by default only the
+    returned object is kept. With `out`, lists of texts are saved next to it as files in `OUT-texts/`, so that the
+    manifest names the inputs.
     Raises UserError for wrong types, bad rows or a budget above the pool, before anything is embedded.
 
         flatshift.select(pool_texts, target_texts, budget=100).texts
@@ -285,7 +286,7 @@ def select(
             sides = {"pool": pool, "target": target}
             given |= {f"select.{name}.files": _side(name, side, folder) for name, side in sides.items()}
             if not _names_files(target):
-                given["data.holdout"] = 0.0  # no training reads these texts
+                given["data.holdout"] = 0.0  # no training reads these texts, so none are held out
             resolved = load_recipe(None, {**given, **(overrides or {})})
         from flatshift.experiments.select.select import select
 
@@ -296,11 +297,11 @@ def select(
 def embedder(
     embedder: Any, *, moments: Sequence[str] = (), overrides: Overrides | None = None
 ) -> Callable[[Sequence[str]], np.ndarray]:
-    """texts → (n, dim) float32, the vectors that `select` makes of them: a step for the maps of other engines.
+    """Return a function texts → (n, dim) float32, the vectors used by `select`, for use in other data engines.
 
     embedder: `"backbone"`, `"encoder"`, `"gradients"`, `"static"` or its settings. moments: for gradients, some texts
-    of the pool, the same in every task and for the target. overrides: recipe keys, `{"backbone": DIR}` among them. It
-    may be pickled, and loads its model at a process's first call.
+    of the pool, the same in every task and for the target. overrides: recipe keys, such as `{"backbone": DIR}`. The
+    function can be pickled, and loads its model at a process's first call.
     Raises UserError for an embedder that is fitted to pool and target, or gradients without `moments`.
 
         ShardWriter("features", flatshift.embedder("gradients", moments=some_texts))
@@ -318,7 +319,7 @@ def _names_files(value: Any) -> bool:
 
 
 def _side(name: str, value: Any, folder: Path) -> list[str]:
-    """Files of one side: those that were given, or one that holds the given texts."""
+    """Return the files of pool or target; given texts are first written to a JSONL file in `folder`."""
     if _names_files(value):
         return _files("select", name, value)
     texts = _texts("select", name, value)
@@ -353,12 +354,12 @@ def _files(function: str, name: str, value: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Selection:
-    """What `select` chose.
+    """Result of `select`.
 
-    indices: places of the chosen records in the pool, in the order chosen; a record that is to be read again is there
-    each time. ids, texts: theirs. scores: `{id: score}` of every record that was kept, smaller is better. nearest: the
-    id of the target nearest to each chosen record, where the method knows one. manifest: what manifest.json holds.
-    path: the directory, if one was made.
+    indices: positions of the chosen records in the pool, in the order chosen; a repeated record appears each time. ids,
+    texts: of the chosen records. scores: `{id: score}` of every record that was kept, smaller is better. nearest: the
+    id of the target nearest to each chosen record, if the method provides one. manifest: contents of manifest.json.
+    path: the directory, if one was created.
     """
 
     ids: list[str]
@@ -370,7 +371,7 @@ class Selection:
 
     @property
     def indices(self) -> list[int]:
-        """Places in the list that was given; raises UserError where the pool was files with ids of their own."""
+        """Positions in the given list; raises UserError if the pool was files, whose records have their own ids."""
         try:
             return [int(one) for one in self.ids]
         except ValueError:
@@ -378,7 +379,7 @@ class Selection:
 
     @classmethod
     def read(cls, directory: Path, manifest: dict[str, Any], *, path: Path | None) -> Selection:
-        """From a directory of `select`."""
+        """Read from a directory of `select`."""
         import pyarrow.parquet as pq
 
         columns = ["id", "score", "rank", "selected", "nearest_target"]
@@ -409,11 +410,11 @@ def sweep(
 ) -> Sweep:
     """Run the cells of a grid that have no result yet, as `flatshift sweep`.
 
-    grid: recipe key → values, or a range as a text (`"1e-4..1e-2:log"`, design `random`); else the recipe's own.
-    out: directory to make or to go on in. seeds: values of `train.seed`; below five no verdict is given. points: how
-    many are drawn (`random`). jobs: worker processes.
-    A cell that diverged or failed is a row with its reason, no exception.
-    Raises UserError before any cell runs; Interrupted when stopped: the same call goes on.
+    grid: recipe key → values, or a range as a text (`"1e-4..1e-2:log"`, design `random`); by default the recipe's own.
+    out: directory to create or continue. seeds: number of values of `train.seed`; below five no verdict is given.
+    points: number of points drawn (`random`). jobs: worker processes. A cell that diverged or failed is a row with its
+    reason, not an exception.
+    Raises UserError before any cell runs, Interrupted if stopped; the same call then continues.
     """
     resolved = _resolved(recipe, overrides, "sweep")
     directory = _path("sweep", "out", out)
@@ -446,7 +447,7 @@ def _values(key: str, values: Any) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the test says of one curve of a sweep: along `axis`, at `setting` of the others."""
+    """Test result of one curve of a sweep: along `axis`, at `setting` of the other axes."""
 
     axis: str
     setting: dict[str, Any]
@@ -456,7 +457,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A directory of `sweep`: `Sweep("sweeps/rank")` opens one that is there."""
+    """A directory of `sweep`: `Sweep("sweeps/rank")` opens an existing one."""
 
     path: Path
 
@@ -467,7 +468,7 @@ class Sweep:
 
     @cached_property
     def data(self) -> SweepData:
-        """The cells as the page reads them."""
+        """Cells as read by the report page."""
         from flatshift.experiments.results.sweep import read_sweep
 
         found = read_sweep(self.path)
@@ -476,13 +477,13 @@ class Sweep:
 
     @property
     def cells(self) -> list[dict[str, Any]]:
-        """A row each: the axes, `seed`, `status`, `reason`, and every figure as `split.metric`."""
+        """One row per cell: the axes, `seed`, `status`, `reason`, and every metric as `split.metric`."""
         rows: list[dict[str, Any]] = self.data.table.to_pylist()
         return rows
 
     @property
     def finding(self) -> str:
-        """The headline of the page."""
+        """Headline of the report page."""
         from flatshift.experiments.report.chapters.sweep import sweep_finding
         from flatshift.experiments.results.analysis import Analysis
 
@@ -490,22 +491,22 @@ class Sweep:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """One for each curve that could be judged; none where seeds or values are too few."""
+        """One verdict per curve that could be tested; empty if there are too few seeds or values."""
         from flatshift.experiments.results.analysis import Analysis
 
         judged = Analysis(self.data).judged
         return [Verdict(one.axis, dict(one.where), one.verdict.kind, one.evidence) for one in judged]
 
     def report(self) -> Path:
-        """Draw the page anew."""
+        """Draw the report page again."""
         return draw(self.path)
 
 
 def compare(recipe: str | Path, out: str | Path, *, overrides: Overrides | None = None, **rest: Any) -> dict[str, Any]:
-    """Run a comparison of training methods, as `flatshift compare`, and return what comparison.json holds.
+    """Run a comparison of training methods, as `flatshift compare`; return the contents of comparison.json.
 
     recipe: file or shipped name. rest: see `flatshift.experiments.studies.compare.run.compare`.
-    Raises UserError before any cell runs; Interrupted when stopped: the same call goes on.
+    Raises UserError before any cell runs, Interrupted if stopped; the same call then continues.
     """
     from flatshift.experiments.recipe import from_mapping
     from flatshift.experiments.report.chapters.comparison import page

@@ -1,4 +1,4 @@
-"""The `flatshift` command: finds the subcommand, runs it, and turns what it ends with into an exit code.
+"""The `flatshift` command: find the subcommand, run it, and map its outcome to an exit code.
 
     flatshift demo                         # the three journeys on shipped samples
     flatshift train warmup --train.seed 1  # a shipped recipe with one key changed
@@ -23,7 +23,7 @@ from typing import Any, TextIO, cast
 from flatshift import commands
 
 _KEEPS = {"demo", "select", "train", "sweep", "compare"}
-"""Commands that go on with what an earlier try left in their directory."""
+"""Commands that resume from what an earlier attempt left in their directory."""
 _INTERRUPTED = 3
 _CONVERSING = {"chat", "serve"}
 """Commands that wait for somebody."""
@@ -32,7 +32,7 @@ _USERS_PATH = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
 }
-"""What the operating system says of a path that somebody named; anything else is our bug."""
+"""Errno values caused by a path the user named; any other OSError is our bug."""
 _EPILOGUE = """
 `flatshift COMMAND --help` explains one. Start with `flatshift demo`, or `flatshift recipes list`.
 """
@@ -54,7 +54,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _refuse_encoding(argv: Sequence[str]) -> None:
-    """Raise UserError for a name in another encoding than UTF-8: no recipe, manifest or page could hold it."""
+    """Raise UserError for a name that is not valid UTF-8: no recipe, manifest or page could store it."""
     from flatshift.finetune.errors import UserError, shortened
 
     try:
@@ -64,14 +64,15 @@ def _refuse_encoding(argv: Sequence[str]) -> None:
     what = ""
     for text in (here, *argv):
         what = text if text.startswith("--") else what
+        # Undecodable bytes of argv and cwd arrive as lone surrogates (os.fsdecode).
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             place = "the current directory" if text is here else what.partition("=")[0] or f"`flatshift {argv[0]}`:"
             raise UserError(f"{place} {shortened(ascii(text))} is not valid UTF-8; rename the file, or retype the text")
 
 
 def _refuse_remote_output(argv: Sequence[str]) -> None:
-    """Raise UserError for a directory of results in a store: it is locked, appended to and renamed in, which needs a
-    file system."""
+    """Raise UserError for a results directory in an object store: results are locked, appended to and renamed, which
+    needs a file system."""
     from flatshift.finetune.errors import UserError
 
     for flag, name in itertools.pairwise((*argv, "")):
@@ -83,7 +84,7 @@ def _refuse_remote_output(argv: Sequence[str]) -> None:
 
 
 class _PlainOutput:
-    """A stream that escapes what would steer a terminal: texts, names and answers come from anywhere."""
+    """Text stream that escapes terminal control sequences: texts, names and answers come from untrusted sources."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -98,17 +99,17 @@ class _PlainOutput:
 
 
 def _plain_output(argv: Sequence[str]) -> contextlib.AbstractContextManager[Any]:
-    """Output of a command to stdout, but for the colours of `--help`, goes through `printable`."""
+    """Send a command's stdout through `printable`, except for the colours of `--help`."""
     if {"-h", "--help"} & {*argv}:
         return contextlib.nullcontext()
     return contextlib.redirect_stdout(cast("TextIO", _PlainOutput(sys.stdout)))
 
 
 def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
-    """What the disk, or a path that somebody named, has; or our bug."""
+    """Report trouble with the disk or with a path the user named; anything else as our bug. Return the exit code."""
     from flatshift.finetune.errors import disk_trouble, is_disk_full, sentence
 
-    named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # of a copy, where it goes
+    named = (error.filename2 or error.filename) if isinstance(error, OSError) else None  # for a copy, its target
     place = f" at {named}" if named else ""
     if (trouble := disk_trouble(error)) is not None:
         then = "free some space" if is_disk_full(error) else "see to it"
@@ -121,7 +122,7 @@ def _broken_disk(error: Exception, argv: Sequence[str]) -> int:
 
 
 def _end(message: str, code: int, *, patient: bool = False) -> int:
-    """As `_fail`, but of several ranks only the first says it."""
+    """Report a failure and return `code`; on several ranks only the first prints."""
     from flatshift.finetune.launch import failure
 
     return failure.report_failure(f"flatshift: {message}", code, patient=patient)
@@ -161,13 +162,14 @@ def run(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _end(f"interrupted: go on with the same command: `{shlex.join(['flatshift', *argv])}`", 3)
     except BrokenPipeError:
+        # The reader is gone: else the interpreter's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit as stop:  # the argument parser's own --help (0) and errors (2)
+    except SystemExit as stop:  # raised by the argument parser for --help (0) and errors (2)
         return stop.code if isinstance(stop.code, int) else 2
-    except Exception as error:  # of the disk, or our bug
+    except Exception as error:  # trouble with the disk, or our bug
         return _broken_disk(error, argv)
-    except BaseException as error:  # of pyo3, which is no Exception
+    except BaseException as error:  # a Rust panic from pyo3 is not an Exception
         if type(error).__name__ != "PanicException":
             raise
         gave_up = f"a tokenizer's library gave up ({first_line(error)}); its tokenizer.json holds what it cannot use"
@@ -181,14 +183,14 @@ def _unexpected(error: Exception) -> int:
 
 
 def _set_allocator() -> None:
-    """Before anything imports torch; ranks and cells of a sweep inherit it."""
+    """Set the CUDA allocator's environment before anything imports torch; ranks and sweep cells inherit it."""
     from flatshift.finetune.compute.allocator import fixed_workspaces, growing_segments
 
     os.environ.update(growing_segments(os.environ) | fixed_workspaces(os.environ))
 
 
 def _heard(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """No command that a person waits for is silent for long."""
+    """Return a context that prints heartbeats, for commands that a user waits for."""
     name = argv[0] if argv else ""
     if name not in commands.SUMMARIES or name in _CONVERSING or {"--json", "--quiet"} & {*argv}:
         return contextlib.nullcontext()
@@ -199,9 +201,9 @@ def _heard(argv: Sequence[str]) -> contextlib.AbstractContextManager[None]:
 
 def main() -> None:
     """Entry point of the console script."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C raises by itself
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # Ctrl-C raises KeyboardInterrupt anyway
         signal.signal(number, _on_terminate)
-    # A message with text from the user's files must not fail on a terminal of another encoding.
+    # Messages may contain text from the user's files, which a terminal in another encoding must not make fail.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -211,7 +213,7 @@ def main() -> None:
             code = run(sys.argv[1:])
         sys.stdout.flush()
         sys.stderr.flush()
-        if code == _INTERRUPTED:  # somebody waits, all is put away, and the libraries' own ending takes a CPU-second
+        if code == _INTERRUPTED:  # all is saved; the libraries' own shutdown would take a CPU-second more
             os._exit(code)
         raise SystemExit(code)
     from flatshift.finetune.launch import failure, spawn

@@ -1,8 +1,8 @@
-"""How every command reads its command line.
+"""Command-line parsing shared by every command.
 
-Dotted flags (`--train.steps 100`) and plain recipe keys (`--backbone gpt2`) are laid over the recipe's YAML tree and
-go through the same strict builder; a command's own flags are a dataclass, its docstrings the help texts, read by tyro.
-Nothing here imports torch.
+Dotted flags (`--train.steps 100`) and plain recipe keys (`--backbone gpt2`) are merged into the recipe's YAML tree and
+validated by the same strict builder. A command's own flags are a dataclass whose docstrings are the help texts, read by
+tyro. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _BOUNDS: dict[str, tuple[float | None, float | None]] = {
     "lease": (1, 86_400),
     "every": (1, 86_400),
 }
-"""Least and largest value of a flag, which means the same in every command."""
+"""Least and largest value of a flag; a flag name has the same bounds in every command."""
 _MAY_BE_EMPTY = ("prompt",)
-"""Flags to which an empty text says something: a model can go on from nothing."""
+"""Flags that accept an empty text: a model can generate from an empty prompt."""
 
 
 def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]:
@@ -61,13 +61,13 @@ def split_overrides(argv: list[str], flags: type) -> tuple[list[str], list[Any]]
 
 
 def recipe_words(argv: list[str], flags: type, *, without: str) -> list[str]:
-    """The recipe keys of a command line as words of another one, but for those of the block `without`."""
+    """Return the recipe keys of a command line as words for another command, without those of the block `without`."""
     _, given = _split(argv, flags)
     return [word for key, where, value in given if key.partition(".")[0] != without for word in (where, value)]
 
 
 def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """The rest of a command line, and its recipe keys: (key, flag, value)."""
+    """Split a command line into the remaining words and its recipe keys: (key, flag, value)."""
     own = {field.name for field in dataclasses.fields(flags)}
     rest: list[str] = []
     given = []
@@ -93,9 +93,9 @@ def _split(argv: list[str], flags: type) -> tuple[list[str], list[tuple[str, str
 
 
 def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]:
-    """`overrides` with the files of `--data` as the training rows.
+    """Return `overrides` with the files of `--data` as the training rows.
 
-    Raises UserError where `--data.train.files` names others.
+    Raises UserError if `--data.train.files` names other files.
     """
     if not files:
         return list(overrides)
@@ -105,10 +105,10 @@ def data_override(files: tuple[str, ...], overrides: Sequence[Any]) -> list[Any]
 
 
 def parse(flags: type, name: str, argv: Sequence[str]) -> Any:
-    """The `flags` of the command `name` from its command line; whole numbers may be written `1e9`.
+    """Parse the `flags` of the command `name`; whole numbers may be written `1e9`.
 
     Raises:
-        UserError: what cannot be read, in one sentence that names the flag. SystemExit: `--help` was asked for.
+        UserError: an unreadable command line, in one sentence that names the flag. SystemExit: `--help` was asked for.
     """
     said = io.StringIO()
     hints = get_type_hints(flags)
@@ -138,7 +138,7 @@ def _refuse_nothing(argv: Sequence[str]) -> None:
 
 
 def _check_numbers(flags: Any) -> None:
-    """Raise UserError for a number that no flag of its name can have."""
+    """Raise UserError for a number outside the bounds of its flag."""
     for one in dataclasses.fields(flags):
         value, shown = getattr(flags, one.name), f"--{one.name.replace('_', '-')}"
         low, high = _BOUNDS.get(one.name, (None, None))
@@ -159,7 +159,7 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 def _whole(argv: Sequence[str], kinds: dict[str, set[Any]]) -> list[str]:
-    """`argv` with `1e9` behind a flag that takes a whole number written out, as in a recipe."""
+    """Return `argv` with `1e9` after an integer flag written out in digits, as in a recipe."""
     found, flag = [], ""
     for token in argv:
         head, equals, value = token.partition("=")
@@ -177,7 +177,7 @@ def _whole(argv: Sequence[str], kinds: dict[str, set[Any]]) -> list[str]:
 
 @contextlib.contextmanager
 def _wide(argv: Sequence[str]) -> Iterator[None]:
-    """A terminal on which no word is broken."""
+    """Widen the terminal so that tyro's error messages are not wrapped."""
     before = os.environ.get("COLUMNS")
     if not {"--help", "-h"} & set(argv):
         os.environ["COLUMNS"] = "100000"
@@ -191,7 +191,7 @@ def _wide(argv: Sequence[str]) -> Iterator[None]:
 
 
 def _told(text: str, kinds: dict[str, set[Any]]) -> str:
-    """What the parser says in a box of several lines, as a clause."""
+    """Convert tyro's multi-line error box into one clause."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [re.sub(r"^[│|]\s*|\s*[│|]$", "", line.strip()) for line in text.splitlines()]
     said = [line for line in lines[1:] if line.strip("╰╯─+- ")] or ["this command line cannot be read"]
@@ -208,7 +208,7 @@ def _told(text: str, kinds: dict[str, set[Any]]) -> str:
 
 
 def spawn_ranks(command: str, argv: list[str], recipe: Recipe, run: Path) -> int:
-    """The same command line once more, as the ranks of the recipe's mesh."""
+    """Run the same command line again, as the ranks of the recipe's mesh."""
     check_settings(RuleSettings.of(recipe))
     check_available(recipe.train.quantization)
     with others_speak():

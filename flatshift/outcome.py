@@ -1,6 +1,6 @@
-"""What a command ends with: what was found as a small table, and the commands to run next, with the real directory.
+"""Final output of a command: a small table of results, and the commands to run next with the real directory.
 
-On stderr, so that stdout stays what a machine may read. Imports no torch.
+Printed to stderr, so that stdout stays machine-readable. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ _TOP, _VERDICTS, _TEXT = 3, 6, 64
 
 
 def say(table: str, commands: Sequence[Sequence[str]]) -> None:
-    """Print `table` and `commands`, one a line, as a shell takes them."""
+    """Print `table` and `commands`, one a line, quoted for a shell."""
     lines = [*table.split("\n"), "next:", *(f"  {' '.join(map(_quoted, words))}" for words in commands)]
     print(printable("\n".join(lines if table else lines[1:])), file=sys.stderr, flush=True)
 
 
 def _quoted(word: str) -> str:
-    """`word` as a shell takes it; with signs that steer a terminal in bash's and zsh's own escapes."""
+    """Quote `word` for a shell; control characters use the escapes of bash and zsh."""
     if printable(word) == word:
         return shlex.quote(word)
     return "$'" + printable(word.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")) + "'"
 
 
 def of_training(path: Path) -> None:
-    """The figure of each split that counts first beside its floor. Raises UserError for a run that cannot be read."""
+    """Print the headline metric of each split next to its baseline, and the next commands.
+
+    Raises UserError for an unreadable run.
+    """
     from flatshift.experiments.report.formats import aligned, number, with_interval
     from flatshift.experiments.results.run import headline, read_run
     from flatshift.finetune.evaluate.metrics import metric_of
@@ -56,7 +59,7 @@ def of_training(path: Path) -> None:
 
 
 def after_run(run: RunResults) -> list[list[str]]:
-    """What to do with a finished run."""
+    """Return the commands that make sense after a finished run."""
     path = str(run.path)
     held_out = [name for split in ("test", "dev") for name in _files(run.recipe, split)]
     rows = held_out[0] if held_out else NEW_ROWS
@@ -83,7 +86,7 @@ def _push(folder: Path, path: Path) -> list[str]:
 
 
 def of_merge(path: Path, merged: Path) -> None:
-    """Where to go with the merged model of the run in `path`."""
+    """Print the next commands for the merged model of the run in `path`."""
     from flatshift.experiments.results.run import read_run
 
     found = [_push(merged, path)]
@@ -93,7 +96,7 @@ def of_merge(path: Path, merged: Path) -> None:
 
 
 def _converses(run: RunResults) -> bool:
-    """Whether its model answers prompts."""
+    """True if the run's model answers prompts."""
     task = run.recipe.get("task")
     kind = KINDS.get(str(task.get("kind"))) if isinstance(task, dict) else None
     return kind is not None and (made := kind()).is_generative and not made.documents
@@ -141,15 +144,18 @@ def _has_columns(data: Sequence[str], columns: Columns, task: Task) -> bool:
 
 
 def of_directory(path: Path) -> None:
-    """The next commands alone, for what already printed its figures about the run in `path`."""
+    """Print only the next commands, after a command that already printed its metrics of the run in `path`."""
     from flatshift.experiments.results.run import read_run
 
     say("", after_run(read_run(path)))
 
 
 def of_selection(path: Path, recipe: str | None, words: Sequence[str]) -> None:
-    """The first choices. recipe: by which they were made; one with a warm-up goes on with them, under the same recipe
-    keys `words` of the command line. Raises UserError for a selection that cannot be read."""
+    """Print the first chosen records and the next commands.
+
+    recipe: the recipe of the selection; if it has a warm-up, suggest training it on the selection with the same recipe
+    keys `words` of the command line. Raises UserError for an unreadable selection.
+    """
     from flatshift.experiments.report.formats import aligned, number
     from flatshift.experiments.results.run import read_run
     from flatshift.finetune.errors import shortened

@@ -1,4 +1,4 @@
-"""What is added to a training step to find flat minima. Pure torch; a PEFT model is recognised by what it has.
+"""Regularizers added to a training step to find flat minima. Pure torch; PEFT models are recognised by duck typing.
 
     from flatshift.regularizers import GGPO, build
 
@@ -7,8 +7,8 @@
         loss.backward()
 
 GGPO's signed low-rank noise has the *same covariance* as the dense Gaussian noise of the published method, never the
-same distribution. Its default mode is our dimensionless reading of the published idea; the literal form (`mode:
-paper`) is Flat-LoRA in practice, because squared gradient norms are many orders below squared weight norms.
+same distribution. Its default mode is our dimensionless reading of the published idea; the literal form (`mode: paper`)
+is Flat-LoRA in practice, because squared gradient norms are many orders below squared weight norms.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _HOMES = {
     "TwoPassMixin": "trainer",
     "build": "protocol",
 }
-"""What brings torch, by its module."""
+"""Public names whose modules import torch; loaded on first use."""
 
 __all__ = [
     "ASAM",

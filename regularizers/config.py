@@ -1,4 +1,4 @@
-"""Which regularizer a run uses: one frozen dataclass each, chosen by `kind`. Imports nothing heavy."""
+"""Settings of the regularizers: one frozen dataclass each, chosen by `kind`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -22,38 +22,39 @@ class GGPO:
     sigma: float = 0.05
     """Noise radius σ relative to the row norm; 0 is bit-identical to plain."""
     beta: float = 1.0
-    """Weight of the gradient norm in a row's share of noise power; 0 is Flat-LoRA."""
+    """Weight of the gradient norm in a row's share of the noise power; 0 is Flat-LoRA."""
     mode: Literal["relative", "relative-product", "paper"] = "relative"
-    """`relative`: a sum of norms with β scaled, noise power exactly independent of β. `relative-product`: the same
-    for their product. `paper`: the literal sum of norms."""
+    """Combination of weight and gradient norms. `relative`: a sum with β scaled, so that the noise power is exactly
+    independent of β. `relative-product`: the same for their product. `paper`: the literal sum."""
     normalize: Literal["layer", "model"] = "layer"
-    """Over which rows β is scaled: `layer` keeps each layer's noise power, `model` lets the gradient move it between
+    """Rows over which β is scaled: `layer` keeps each layer's noise power, `model` lets the gradient move power between
     layers."""
     control: Literal["none", "shuffled"] = "none"
-    """`shuffled`: the gradient norms go to other rows of their layer, anew at every step: a control for studies."""
+    """`shuffled`: permute the gradient norms among the rows of each layer, differently at every step; a control for
+    studies."""
     rank: int | None = None
     """k, the rank of the noise; null: clip(2^⌊log2(min(m,n)/256)⌋, 8, 32)."""
     probes: int = 4
-    """k_p, probe columns that estimate the row gradient norms."""
+    """k_p, number of probe columns that estimate the row gradient norms."""
     sketch_every: int = 1
-    """Steps from one estimate of the row gradient norms to the next; those between do without probe columns."""
+    """Steps between estimates of the row gradient norms; the steps between need no probe columns."""
     scope: Literal["step", "microbatch", "sample"] = "step"
-    """What has a noise of its own: an optimizer step, each of its micro-batches, or each sample of them (own signs in
-    the step's noise)."""
+    """Unit with its own noise draw: an optimizer step, each of its micro-batches, or each sample of them (its own signs
+    applied to the step's noise)."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How σ rises over the steps: constant, or a ramp from 0 to σ."""
+    """Schedule of σ over the steps: constant, or a ramp from 0 to σ."""
     ema: float = 0.95
-    """Decay of the averaged squared row gradient norms, for each estimate."""
+    """Decay of the exponential moving average of squared row gradient norms, per estimate."""
     refresh: int = 16
     """Steps between recomputations of the row norms of W0 + sBA."""
     tolerance: float = 0.0
-    """A recomputation leaves a layer at the row norms of W0 where the exact bound |s b_i A| on their difference is
-    within this part of them for every row; 0 always takes the product with W0."""
+    """Skip the recomputation of a layer's row norms and keep those of W0 if the exact bound |s b_i A| on the difference
+    is at most this fraction of them in every row; 0 always computes the product with W0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FlatLora:
-    """Random perturbation of the frozen weights by their own row norms (Flat-LoRA): GGPO without the gradient."""
+    """Random perturbation of the frozen weights scaled by their row norms (Flat-LoRA): GGPO without the gradient."""
 
     kind: Literal["flat-lora"] = "flat-lora"
     sigma: float = 0.05
@@ -61,7 +62,7 @@ class FlatLora:
     rank: int | None = None
     """k, the rank of the noise; null: clip(2^⌊log2(min(m,n)/256)⌋, 8, 32)."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    """How σ rises over the steps; the paper ramps it up along half a cosine."""
+    """Schedule of σ over the steps; the paper ramps it up along half a cosine."""
     refresh: int = 16
     """Steps between exact recomputations of the row norms of W0 + sBA."""
 
@@ -72,19 +73,19 @@ class MGPO:
 
     kind: Literal["mgpo"] = "mgpo"
     rho: float = 0.05
-    """ρ, length of the step before it is divided by the averaged gradient norm; 0 is bit-identical to plain. The
-    paper: 0.05 for understanding, 0.01 (with momentum and ema 0.8) for generation."""
+    """ρ, length of the step before division by the averaged gradient norm; 0 is bit-identical to plain. The paper: 0.05
+    for understanding, 0.01 (with momentum and ema 0.8) for generation."""
     momentum: float = 0.9
-    """μ of the gradient momentum m."""
+    """μ, decay of the gradient momentum m."""
     ema: float = 0.9
-    """Decay of the averaged gradient norm by which the step is divided."""
+    """Decay of the averaged gradient norm that divides the step."""
     form: Literal["text", "code"] = "text"
     """`text`: one step in the space of the adapter's factors, as in the paper. `code`: one per layer in the space of
     the merged weight, as in the authors' repository."""
     sign: int | None = None
-    """+1 goes up along the momentum, −1 down; null: +1 for `text`, −1 for `code`."""
+    """+1 moves up along the momentum, −1 down; null: +1 for `text`, −1 for `code`."""
     clamp: float = 10.0
-    """Largest factor 1/averaged norm (`code` only)."""
+    """Upper limit of the factor 1/averaged norm (`code` only)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +98,12 @@ class MSAM:
     momentum: float = 0.9
     """Decay of the averaged gradient (Adam's β1)."""
     sign: int = -1
-    """−1 goes down along the averaged gradient, as the authors do; +1 up."""
+    """−1 moves down along the averaged gradient, as the authors do; +1 up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAM:
-    """Sharpness-aware minimisation over the adapted weights themselves, in two passes; holds their dense gradient."""
+    """Sharpness-aware minimisation over the adapted weights themselves, in two passes; stores their dense gradient."""
 
     kind: Literal["sam"] = "sam"
     rho: float = 0.05
@@ -115,7 +116,7 @@ class ASAM:
 
     kind: Literal["asam"] = "asam"
     rho: float = 0.5
-    """ρ, length of the ascent after each entry is divided by its size."""
+    """ρ, length of the ascent step after each entry is divided by its size."""
     eta: float = 0.01
     """η, added to an entry's size, so that zeros move too."""
 
@@ -131,16 +132,16 @@ class LoraSAM:
 
 @dataclass(frozen=True, kw_only=True)
 class BAR:
-    """Balancing the two factors of each layer after the update, what SAM does to them in effect (BAR)."""
+    """Balancing of the two factors of each layer after the optimizer step, the implicit effect of SAM (BAR)."""
 
     kind: Literal["bar"] = "bar"
     form: Literal["nbar", "obar"] = "nbar"
-    """`nbar`: compares the norms of the factors' gradients, grows one factor and shrinks the other. `obar`: compares
-    the norms of the factors and shrinks the larger."""
+    """`nbar`: compare the norms of the factors' gradients, grow one factor and shrink the other. `obar`: compare the
+    norms of the factors and shrink the larger."""
     alpha: float = 0.05
     """α: a factor is scaled by 1 ± α·lr; 0 is bit-identical to plain."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How α falls to 0 over the steps."""
+    """Schedule by which α falls to 0 over the steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +150,7 @@ class BiLora:
 
     kind: Literal["bi-lora"] = "bi-lora"
     rho: float = 0.05
-    """ρ, bound of the norm of the second adapter's update over all layers."""
+    """ρ, bound on the norm of the second adapter's update over all layers."""
     rank: int = 8
     """Rank of the second adapter."""
     lr_scale: float = 1.0
@@ -158,11 +159,11 @@ class BiLora:
 
 @dataclass(frozen=True, kw_only=True)
 class NEFTune:
-    """Uniform noise on the embedded tokens (NEFTune); finds no flat minima, here for comparison."""
+    """Uniform noise on the embedded tokens (NEFTune); does not find flat minima, included for comparison."""
 
     kind: Literal["neftune"] = "neftune"
     alpha: float = 5.0
-    """α: noise is uniform in ±α/√(T·D), T tokens of width D a row; 0 is bit-identical to plain."""
+    """α: noise is uniform in ±α/√(T·D) for rows of T tokens of width D; 0 is bit-identical to plain."""
 
 
 RegularizerConfig = Plain | GGPO | FlatLora | MGPO | MSAM | SAM | ASAM | LoraSAM | BAR | BiLora | NEFTune

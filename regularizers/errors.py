@@ -1,5 +1,6 @@
-"""The error that a misused regularizer raises."""
+"""Exception of misused regularizers."""
 
 
 class RegularizerError(ValueError):
-    """A setting or model that a regularizer cannot serve: one sentence with what, where and the nearest valid fix."""
+    """A setting or model that a regularizer does not support: one sentence with the problem, its place and the nearest
+    fix."""

@@ -1,8 +1,8 @@
-"""What a regularizer asks of a device mesh; it knows nothing else of one.
+"""Interface of a regularizer to a device mesh.
 
-Two cuts are told apart. *Tensor parallelism* gives a process some rows or some columns of W0 as a plain tensor, for
-good: `Placement.rows` and `columns` say which. *FSDP2* splits these tensors further between forward passes and gathers
-them for each: that is read off the parameters themselves (`flatshift.regularizers.layers.sharded`).
+There are two kinds of sharding. *Tensor parallelism* gives a process some rows or columns of W0 as a plain tensor for
+the whole run: `Placement.rows` and `columns` return which. *FSDP2* shards these tensors further between forward passes
+and gathers them for each: this is read from the parameters themselves (`flatshift.regularizers.layers.sharded`).
 """
 
 from __future__ import annotations
@@ -16,68 +16,71 @@ if TYPE_CHECKING:
 
 
 class ShardSlice(Protocol):
-    """Which rows or columns of a whole W0 a process has."""
+    """The rows or columns of a full W0 that a process holds."""
 
     @property
     def size(self) -> int:
-        """How many the whole has."""
+        """Number of rows or columns of the full W0."""
 
     def indices(self) -> Tensor:
-        """Global indices in local order, int64."""
+        """Return the global indices in local order, int64."""
 
 
 class Placement(Protocol):
-    """A process's place in a mesh. The sums are in place and collective: every rank along their axes calls them, in
-    the same order. A layer's name is that of its module in the PEFT model: `base_model.model.…self_attn.q_proj`,
-    without wrappers and without a pipeline part's number."""
+    """A process's place in a mesh.
+
+    The sums are in place and collective: every rank along their axes calls them, in the same order. A layer's name is
+    that of its module in the PEFT model: `base_model.model.…self_attn.q_proj`, without wrappers and without a pipeline
+    part's number.
+    """
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """Device on which this process computes."""
 
     @property
     def gradient_scale(self) -> float:
-        """A process's gradients are those of its own tokens' loss terms times this number (FSDP2 averages, so a loop
-        that wants sums scales the loss by the group's size)."""
+        """Factor between a process's gradients and those of its own tokens' loss terms (FSDP2 averages, so a loop that
+        wants sums scales the loss by the group's size)."""
 
     def rows(self, layer: str) -> ShardSlice | None:
-        """The rows of W0 that this process has of `layer` (column-parallel: LoRA's B is cut along); None: all."""
+        """Return this process's rows of W0 of `layer` (column-parallel: LoRA's B is cut along); None: all."""
 
     def columns(self, layer: str) -> ShardSlice | None:
-        """The columns of W0 that this process has of `layer` (row-parallel: LoRA's A is cut along); None: all."""
+        """Return this process's columns of W0 of `layer` (row-parallel: LoRA's A is cut along); None: all."""
 
     def sum_tensor(self, tensor: Tensor) -> None:
-        """Add up over the ranks of a tensor-parallel group: the same tokens, other parts of the layers."""
+        """Sum over the ranks of a tensor-parallel group: the same tokens, other parts of the layers."""
 
     def sum_data(self, tensor: Tensor) -> None:
-        """Add up over all ranks that have other tokens: replicas, FSDP shards and context parallelism."""
+        """Sum over all ranks with other tokens: replicas, FSDP shards and context parallelism."""
 
     def sum_pipeline(self, tensor: Tensor) -> None:
-        """Add up over the pipeline's stages: other layers."""
+        """Sum over the pipeline's stages: other layers."""
 
     @property
     def pipelined(self) -> bool:
-        """Whether several micro-batches are under way at once, as in a pipeline."""
+        """True if several micro-batches are in flight at once, as in a pipeline."""
 
     @property
     def share(self) -> tuple[int, int]:
-        """(i, n): this process has the i-th of n equal runs of every micro-batch's rows."""
+        """(i, n): this process has the i-th of n equal blocks of every micro-batch's rows."""
 
     def squares(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Σ of squares of the whole of each tensor, float64 (len(tensors),).
+        """Return the sum of squares of each full tensor, float64 (len(tensors),).
 
-        `tensors`: local parts (FSDP2's included), laid out like the trained parameter of their name.
+        tensors: local parts (FSDP2's included), each with the layout of the trained parameter of its name.
         """
 
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The whole of each tensor; `tensors` as for `squares`."""
+        """Return each full tensor; `tensors` as for `squares`."""
 
     def take(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-        """The reverse of `whole`: copies into `tensors`. Without communication."""
+        """Copy the local parts of `wholes` into `tensors`: the reverse of `full_tensors`. Without communication."""
 
 
 class Alone:
-    """The placement of a single process: it has everything, and sums are free."""
+    """Placement of a single process: it has everything, and sums are no-ops."""
 
     gradient_scale = 1.0
     pipelined = False

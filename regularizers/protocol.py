@@ -1,4 +1,4 @@
-"""What a training loop may ask of a regularizer, and how a regularizer is made from its settings.
+"""Interface between a training loop and a regularizer, and construction of a regularizer from its settings.
 
 The loop's whole part:
 
@@ -13,8 +13,8 @@ The loop's whole part:
         regularizer.after_optimizer_step(lr)
     regularizer.detach()
 
-`passes` may be ignored by a loop that only serves methods with `passes == 1`, and `micro` by one whose regularizer
-draws once per optimizer step.
+`passes` may be ignored by a loop that only supports methods with `passes == 1`, and `on_micro_batch` by one whose
+regularizer draws once per optimizer step.
 """
 
 from __future__ import annotations
@@ -52,58 +52,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MetricTensors:
-    """Figures of a step whose numbers lie on the device until they are read, with those of other steps if need be."""
+    """Metrics of a step whose values stay on the device until they are read, possibly together with those of other
+    steps."""
 
     values: Tensor
     """(n,) float64."""
     named: Callable[[Sequence[float]], dict[str, float]]
-    """The figures by name, from what `values` holds."""
+    """Function from the numbers in `values` to metrics by name."""
 
     def read(self) -> dict[str, float]:
-        """The figures now; waits for the device."""
+        """Return the metrics now; waits for the device."""
         return self.named(self.values.tolist())
 
 
 class Regularizer(ABC):
-    """What is added to the training steps of an adapter. It sees optimizer steps, never the optimizer."""
+    """Base class of the methods added to the training steps of an adapter. It sees optimizer steps, never the
+    optimizer."""
 
     passes: int = 1
-    """How many forward and backward passes over the same micro-batches a step takes."""
+    """Number of forward and backward passes over the same micro-batches per step."""
 
     @abstractmethod
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
-        """Find the LoRA layers of `model` (PEFT, by duck type) and get ready; the model itself is not changed.
+        """Find the LoRA layers of `model` (PEFT, by duck typing) and prepare; the model itself is not changed.
 
-        `seed` keys every draw, the same on all ranks of a mesh; `total_steps` is the length of a schedule;
-        `placement` is this process's place in a mesh, None for a single process. With a placement, `attach`, `step`,
-        `metrics` and `state_dict` are collective: every rank calls them in the same order. Raises RegularizerError
-        if the model has no layer to serve, or if one of its layers already serves a regularizer.
+        `seed` keys every draw, the same on all ranks of a mesh; `total_steps` is the length of a schedule; `placement`
+        is this process's place in a mesh, None for a single process. With a placement, `attach`, `step`, `metrics` and
+        `state_dict` are collective: every rank calls them in the same order. Raises RegularizerError if the model has
+        no suitable layer, or if one of its layers is already hooked by a regularizer.
         """
 
     @abstractmethod
     def step(self, t: int, *, loss_scale: float = 1.0) -> AbstractContextManager[Iterable[int]]:
-        """Wraps all forward and backward passes of optimizer step `t` (from 0), and nothing else.
+        """Wrap all forward and backward passes of optimizer step `t` (from 0), and nothing else.
 
-        Gives the passes to be made, each over all micro-batches of the step: `range(1)`, or two for the SAM kind,
-        whose first pass's gradients are taken away (set to None) when the second is asked for. The perturbation
-        exists only inside. On a normal exit the gradients are read, so leave before clipping; on an exception the
-        model is as it was and nothing is learned from the step. `loss_scale`: by what a loss scaler multiplied the
-        loss (`GradScaler.get_scale()`); gradients are read divided by it, and left as they are.
+        Yields the passes to make, each over all micro-batches of the step: `range(1)`, or two for the SAM kind, whose
+        first pass's gradients are removed (set to None) when the second is requested. The perturbation exists only
+        inside. On a normal exit the gradients are read, so leave before clipping; on an exception the model is restored
+        and nothing is learned from the step. `loss_scale`: factor by which a loss scaler multiplied the loss
+        (`GradScaler.get_scale()`); gradients are read divided by it, and not modified.
         """
 
     def on_micro_batch(self, index: int) -> None:  # noqa: B027 - most methods draw once per step
-        """Tells that the forward pass of micro-batch `index` (from 0, in every pass) of the step comes next."""
+        """Announce the forward pass of micro-batch `index` (from 0, in every pass) of the step."""
 
     def after_optimizer_step(self, rate: float) -> None:  # noqa: B027 - most methods leave the update alone
-        """Tells that the optimizer has made its update with the learning rate `rate`; after `step` was left."""
+        """Announce that the optimizer made its step with the learning rate `rate`; called after `step` was left."""
 
     @abstractmethod
     def metrics(self) -> dict[str, float]:
-        """Figures of the last step worth a line in the log; reading them may wait for the device."""
+        """Return metrics of the last step for the log; reading them may wait for the device."""
 
     def figures(self) -> MetricTensors:
-        """The same without a wait, where a method can; of its own, so that later steps do not change it. Collective as
-        `metrics` is."""
+        """Return the same metrics without waiting, if the method can; copies, so that later steps do not change them.
+        Collective as `metrics` is."""
         from torch import empty
 
         found = self.metrics()
@@ -111,26 +113,26 @@ class Regularizer(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """All that a resumed run needs to continue with the same bits; tensors only.
+        """Return everything a resumed run needs to continue bit for bit; tensors only.
 
-        Of this pipeline stage's layers, whole and equal on all its ranks; the union over the stages is the state of
+        Covers this pipeline stage's layers, whole and equal on all its ranks; the union over the stages is the state of
         the same run on any mesh.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a `state_dict`, after `attach`; with a placement, layers of other stages are passed over.
+        """Load a `state_dict`, after `attach`; with a placement, layers of other stages are ignored.
 
-        Raises RegularizerError for the state of anything else.
+        Raises RegularizerError for any other state.
         """
 
     @abstractmethod
     def detach(self) -> None:
-        """Let go of the model; it keeps no trace. Doing it twice is harmless."""
+        """Release the model without leaving a trace. Calling it twice is harmless."""
 
 
 class PlainRegularizer(Regularizer):
-    """Plain training: every step is left as it is."""
+    """Plain training: steps are unchanged."""
 
     def __init__(self, config: Plain | None = None) -> None:
         pass
@@ -172,11 +174,11 @@ _HOMES: dict[type[Any], str] = {
     BiLora: "methods.bilora:BiLoraRegularizer",
     NEFTune: "methods.neftune:NEFTuneRegularizer",
 }
-"""Which `module:callable` makes the regularizer of each kind of settings; imported when it is asked for."""
+"""`module:callable` that builds the regularizer of each type of settings; imported on demand."""
 
 
 def build(config: RegularizerConfig) -> Regularizer:
-    """The regularizer that `config` describes. Raises RegularizerError for settings without a meaning."""
+    """Build the regularizer that `config` describes. Raises RegularizerError for invalid settings."""
     if type(config) not in _HOMES:
         known = ", ".join(kind.__name__ for kind in _HOMES)
         raise RegularizerError(f"no regularizer for settings of type {type(config).__name__}; use one of {known}")

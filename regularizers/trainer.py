@@ -1,15 +1,15 @@
-"""Regularizers in the Hugging Face `Trainer`, and in every trainer made from it (TRL's SFTTrainer is one).
+"""Regularizers for the Hugging Face `Trainer` and its subclasses (such as TRL's SFTTrainer).
 
     trainer = Trainer(model, args, train_dataset=rows, callbacks=[RegularizerCallback(GGPO(sigma=0.05))])
     trainer.train()
 
-serves all methods of one pass. The SAM kind takes a second pass, which no callback can make:
+supports all one-pass methods. The SAM kind takes a second pass, which no callback can make:
 
     class SamTrainer(TwoPassMixin, Trainer): ...
     trainer = SamTrainer(model, args, train_dataset=rows, callbacks=[RegularizerCallback(LoraSAM(rho=0.05))])
 
-If training raises (Ctrl-C too), a `Trainer` tells its callbacks nothing: with `TwoPassMixin`, which serves one-pass
-methods as well, or inside `with RegularizerCallback(...) as callback:`, the model is let go of all the same; else call
+If training raises (Ctrl-C too), a `Trainer` does not notify its callbacks. With `TwoPassMixin`, which supports one-pass
+methods as well, or inside `with RegularizerCallback(...) as callback:`, the model is released all the same; else call
 `callback.close()`.
 """
 
@@ -44,15 +44,15 @@ else:
 _log = logging.getLogger(__name__)
 
 TENSORS, RECORD = "regularizer.safetensors", "regularizer.json"
-"""What is written into each of the Trainer's checkpoint folders."""
+"""Files written into each of the Trainer's checkpoint folders."""
 
 
 class Abandoned(Exception):
-    """Ends a step that was begun and not finished; nothing is learned from it."""
+    """Raised into a step to end it unfinished; nothing is learned from it."""
 
 
 class Replicas(Alone):
-    """The placement of a process under DistributedDataParallel, which averages gradients over the processes."""
+    """Placement of a process under DistributedDataParallel, which averages gradients over the processes."""
 
     def __init__(self, device: torch.device) -> None:
         import torch.distributed as dist
@@ -75,14 +75,14 @@ class Replicas(Alone):
 
 
 class RegularizerCallback(TrainerCallback):
-    """Attaches a regularizer for the length of `Trainer.train` and leads it through the optimizer steps.
+    """Attaches a regularizer for the duration of `Trainer.train` and drives it through the optimizer steps.
 
     A step is left when the backward pass of its last micro-batch ends: before the Trainer unscales and clips the
-    gradients, so methods that read them see the true ones. Accumulation, bf16 and fp16 autocast, gradient
-    checkpointing and DistributedDataParallel are served; evaluation and saving happen between steps and see the plain
-    model. The state goes into the Trainer's checkpoints and is taken over with `resume_from_checkpoint`. Figures go
-    into the Trainer's logs as `regularizer/<name>`: into `trainer.state.log_history` and what is printed; reporters
-    such as TensorBoard run before a user's callbacks and see them only with `TwoPassMixin`.
+    gradients, so methods that read them see the true ones. Accumulation, bf16 and fp16 autocast, gradient checkpointing
+    and DistributedDataParallel are supported; evaluation and saving happen between steps and see the plain model. The
+    state is saved in the Trainer's checkpoints and loaded with `resume_from_checkpoint`. Metrics go into the Trainer's
+    logs as `regularizer/<name>`: into `trainer.state.log_history` and the printed log; reporters such as TensorBoard
+    run before a user's callbacks and see them only with `TwoPassMixin`.
     """
 
     def __init__(
@@ -92,23 +92,24 @@ class RegularizerCallback(TrainerCallback):
         seed: int | None = None,
         resume_from: str | os.PathLike[str] | None = None,
     ) -> None:
-        """
+        """Create the callback.
+
         Args:
-            regularizer: settings, or one that is not attached.
+            regularizer: settings, or a regularizer that is not attached.
             seed: keys its draws; None: the seed of the TrainingArguments.
-            resume_from: the checkpoint folder whose state is taken over on a resume, where it is not
-                `<output_dir>/checkpoint-<step>`. `TwoPassMixin` knows it by itself.
+            resume_from: the checkpoint folder whose state is loaded on a resume, if it is not
+                `<output_dir>/checkpoint-<step>`. `TwoPassMixin` finds it by itself.
         """
         self.regularizer = regularizer if isinstance(regularizer, Regularizer) else build(regularizer)
         self.seed = seed
         self.resume_from = None if resume_from is None else Path(resume_from)
         self.guarded = False
-        """Whether a `TwoPassMixin` makes the passes, ends the steps and cleans up."""
+        """True if a `TwoPassMixin` makes the passes, ends the steps and cleans up."""
         self.attached = False
         self._step: contextlib.AbstractContextManager[Any] | None = None
         self._passes: Iterator[int] = iter(())
         self.micro_index = 0
-        """Which micro-batch of a pass comes next, or is under way."""
+        """Index of the current or next micro-batch of a pass."""
         self._gradient_state: Any = None
         self._queued = False
         self._watcher: Any = None
@@ -116,7 +117,7 @@ class RegularizerCallback(TrainerCallback):
     # ------------------------------------------------------------------ one training run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.close()  # the Trainer begins anew after running out of memory (auto_find_batch_size)
+        self.close()  # the Trainer starts over after running out of memory (auto_find_batch_size)
         model, name = kwargs["model"], type(self.regularizer).__name__
         if not self.guarded:
             if self.regularizer.passes > 1:
@@ -169,11 +170,11 @@ class RegularizerCallback(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         optimizer = kwargs["optimizer"]
-        if not optimizer.step_was_skipped:  # by a loss scaler that met an infinite gradient
+        if not optimizer.step_was_skipped:  # a loss scaler skips steps with an infinite gradient
             self.regularizer.after_optimizer_step(float(optimizer.param_groups[0]["lr"]))
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.abandon()  # another callback stopped the epoch inside a step
+        self.abandon()  # another callback may have stopped the epoch inside a step
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -188,11 +189,11 @@ class RegularizerCallback(TrainerCallback):
 
     @property
     def inside(self) -> bool:
-        """Whether a step has begun and was not left."""
+        """True between the begin and the end of a step."""
         return self._step is not None
 
     def next_pass(self) -> bool:
-        """Begin the next pass of the step, if there is one."""
+        """Begin the next pass of the step and return True, or return False if there is none."""
         if next(self._passes, None) is None:
             return False
         self._begin_micro(0)
@@ -203,23 +204,23 @@ class RegularizerCallback(TrainerCallback):
         self.regularizer.on_micro_batch(index)
 
     def next_micro(self) -> None:
-        """The next micro-batch of a later pass comes next."""
+        """Advance to the next micro-batch of a later pass."""
         self._begin_micro(self.micro_index + 1)
 
     def leave(self) -> None:
-        """End the step: all its backward passes were made."""
+        """End the step after all its backward passes."""
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(None, None, None)
 
     def abandon(self) -> None:
-        """Undo a step that was not finished, and learn nothing from it; harmless outside."""
+        """Undo an unfinished step without learning from it; no-op outside a step."""
         step, self._step = self._step, None
         if step is not None:
             step.__exit__(Abandoned, Abandoned("the step was not finished"), None)
 
     def close(self) -> None:
-        """Let go of the model, wherever training was when it ended. Doing it twice is harmless."""
+        """Release the model, in whatever state training ended. Calling it twice is harmless."""
         self.abandon()
         if self._watcher is not None:
             self._watcher.remove()
@@ -235,7 +236,7 @@ class RegularizerCallback(TrainerCallback):
         self.close()
 
     def _watch(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        """Forward hook: the first of these outputs that backward comes to begins the end of the step."""
+        """Forward hook: when backward reaches the first of these outputs, the end of the step is queued."""
         if self.inside and self._gradient_state.sync_gradients and torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -244,14 +245,14 @@ class RegularizerCallback(TrainerCallback):
     def _backward_begins(self, gradient: Tensor) -> None:
         if self.inside and not self._queued:
             self._queued = True
-            # What is queued runs when all gradients are there. Queued once more from there, it runs after what DDP
-            # has queued meanwhile: its gradients are averaged by then.
+            # Queued callbacks run once all gradients are accumulated. Queueing again from inside one runs it after the
+            # callbacks that DDP has queued meanwhile, when its gradients are averaged.
             _queue(lambda: _queue(self.leave))
 
     # ------------------------------------------------------------------ logs and checkpoints
 
     def figures(self) -> dict[str, float]:
-        """The regularizer's metrics under the names they have in the logs."""
+        """Return the regularizer's metrics under their names in the logs."""
         return {f"regularizer/{name}": value for name, value in self.regularizer.metrics().items()}
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -261,7 +262,7 @@ class RegularizerCallback(TrainerCallback):
         folder = _folder(args, state)
         if not args.should_save:
             return
-        if not folder.is_dir():  # a hyperparameter search names its folders otherwise
+        if not folder.is_dir():  # a hyperparameter search names its folders differently
             _log.warning("no folder %s: the regularizer's state is not saved with this checkpoint", folder)
             return
         from safetensors.torch import save_file
@@ -272,8 +273,10 @@ class RegularizerCallback(TrainerCallback):
         (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
     def _restore(self, args: Any, state: Any) -> None:
-        """Take over the state of the checkpoint that the Trainer resumes from. Raises RegularizerError if it is not
-        found, or another regularizer's."""
+        """Load the state of the checkpoint that the Trainer resumes from.
+
+        Raises RegularizerError if it is missing or another regularizer's.
+        """
         folder = self.resume_from or _folder(args, state)
         advice = "give RegularizerCallback(..., resume_from=<the checkpoint folder>)"
         if not (folder / RECORD).is_file() and not self.regularizer.state_dict():
@@ -303,12 +306,12 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 def _queue(action: Any) -> None:
-    """Run `action` at the end of the backward pass that is going on, as DDP and FSDP2 do theirs."""
+    """Run `action` at the end of the current backward pass, as DDP and FSDP2 do with their callbacks."""
     torch.autograd.Variable._execution_engine.queue_callback(action)  # type: ignore[attr-defined]
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All tensors of a model's output."""
+    """Yield all tensors of a model's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping | list | tuple):
@@ -317,7 +320,7 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 def _placement(args: Any, model: nn.Module) -> Placement:
-    """One process, or replicas under DDP. Raises RegularizerError for any other way to use several devices."""
+    """Return the placement for one process or DDP replicas. Raises RegularizerError for other multi-device setups."""
     if args.n_gpu > 1:
         raise RegularizerError(
             f"the Trainer splits batches over {args.n_gpu} GPUs of one process (DataParallel), on copies of the model "
@@ -336,10 +339,10 @@ def _placement(args: Any, model: nn.Module) -> Placement:
 class TwoPassMixin(Trainer):  # type: ignore[misc]
     """`class SamTrainer(TwoPassMixin, Trainer): ...` makes both passes of the SAM kind; give it a RegularizerCallback.
 
-    The first pass goes through a step's micro-batches as they come; after the last one the second pass goes through
-    all of them again, each with the random state (dropout) that it had. The loss that is logged is the first pass's,
-    at the weights themselves. One-pass methods, and no regularizer at all, are served too. Trainers that count the
-    calls of `_prepare_inputs`, such as TRL's GRPOTrainer, would count the second pass.
+    The first pass runs a step's micro-batches as they come; after the last one, the second pass runs all of them again,
+    each with its original random state (dropout). The logged loss is the first pass's, at the weights themselves.
+    One-pass methods, and no regularizer at all, are supported too. Trainers that count the calls of `_prepare_inputs`,
+    such as TRL's GRPOTrainer, would count the second pass.
     """
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -363,6 +366,7 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
         if callback.regularizer.passes > 1:
             if callback.micro_index == 0:
                 self._window = []
+            # A copy, because training_step may remove entries from its inputs.
             self._window.append((copy.copy(inputs), _random_state(self.args.device)))
         loss = super().training_step(model, inputs, *args, **kwargs)
         if self.accelerator.sync_gradients:
@@ -372,6 +376,7 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
                         callback.next_micro()
                     _set_random_state(state, self.args.device)
                     last = index + 1 == len(self._window)
+                    # DDP must average only once, in the last backward of the pass.
                     with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
                         super().training_step(model, copy.copy(again), *args, **kwargs)
             self._window = []
@@ -389,7 +394,7 @@ class TwoPassMixin(Trainer):  # type: ignore[misc]
 
 
 def _random_state(device: torch.device) -> list[Tensor]:
-    """What dropout on `device` draws from."""
+    """Return the random state that dropout on `device` uses."""
     state = [torch.get_rng_state()]
     return [*state, torch.cuda.get_rng_state(device)] if device.type == "cuda" else state
 

@@ -3,8 +3,8 @@
     python -m scripts.backbone_card --data DIR [--backbone finetune/backbones/flatshift-5m]
 
 DIR holds the pretraining text (`general-train-*.jsonl.xz`, `general-val.jsonl.xz`). Writes `README.md` and `card.json`
-into the backbone's folder; every number in the card comes from this run, except those about the training run
-itself, which `card.json` already holds. Takes minutes on one core.
+into the backbone's folder; every number in the card comes from this script, except those about the training run itself,
+which `card.json` already holds. Takes minutes on one core.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ COMMAND = (
     *("hidden", "layers", "heads", "kv_heads", "vocabulary", "sequence", "batch", "lr", "seed"),
     *("minutes", "epochs", "judge_every"),
 )
-"""Settings that the card's command names."""
+"""Settings shown in the card's command."""
 
 
 def same_budget(order: int) -> str:
-    """Name of the n-gram that sees no more tokens than the backbone did."""
+    """Return the name of the n-gram model trained on as many tokens as the backbone."""
     return f"{order}-gram, as many tokens as the backbone saw"
 
 
 def orders_of(vocabulary: int) -> tuple[int, int]:
-    """Orders of the n-grams beside the backbone: 3, and 5 or the highest whose keys 63 bits hold."""
+    """Return the orders of the baseline n-grams: 3, and 5 or the highest whose keys fit 63 bits."""
     return 3, next(order for order in (5, 4) if vocabulary**order < 2**63)
 
 
 def bits(nats: float, size: int) -> float:
-    """Bits per byte of a text of `size` bytes whose tokens cost `nats` in all."""
+    """Return bits per byte of a text of `size` bytes whose tokens cost `nats` in total."""
     return nats / math.log(2) / size
 
 
 @torch.no_grad()
 def text_nats(model: Any, tokenizer: Any, texts: list[str], batch: int = 32) -> float:
-    """Summed nats of the texts, each on its own as `<bos> text <eos>` (all but <bos> is predicted)."""
+    """Return the summed nats of the texts, each encoded alone as `<bos> text <eos>` (all but <bos> is predicted)."""
     model.eval()
     total = 0.0
     streams = sorted((torch.from_numpy(token_stream(tokenizer, iter([text]))[0]).long() for text in texts), key=len)
@@ -61,7 +61,7 @@ def text_nats(model: Any, tokenizer: Any, texts: list[str], batch: int = 32) -> 
         ids = torch.nn.utils.rnn.pad_sequence(group, batch_first=True, padding_value=EOS)
         lengths = torch.tensor([len(stream) for stream in group])
         real = torch.arange(ids.shape[1]) < lengths[:, None]
-        # Padding is on the right, so a causal model needs no mask; what it predicts there is not counted.
+        # Padding is on the right, so a causal model needs no mask; predictions there are not counted.
         logits = model(ids[:, :-1]).logits
         nats = cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(ids.shape[0], -1)
         total += nats[real[:, 1:]].double().sum().item()
@@ -69,18 +69,18 @@ def text_nats(model: Any, tokenizer: Any, texts: list[str], batch: int = 32) -> 
 
 
 def ngram_nats(model: KneserNey, tokenizer: Any, texts: list[str]) -> float:
-    """Summed nats of the same tokens under an n-gram model, which sees each text on its own as well."""
+    """Return the summed nats of the same tokens under an n-gram model, which also sees each text alone."""
     return -sum(float(model.log_probabilities(token_stream(tokenizer, iter([text]))[0]).sum()) for text in texts)
 
 
 def xz_bits_per_byte(texts: list[str]) -> float:
-    """What a general-purpose compressor needs for all texts together, with no training data."""
+    """Return bits per byte of all texts together under a general-purpose compressor, without training data."""
     data = "\n".join(texts).encode()
     return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
 
 
 def shipped_texts(seed: int) -> dict[str, list[str]]:
-    """Texts of other kinds that ship: the targets' test splits, and some passages of every domain of the pool."""
+    """Return shipped texts of other kinds: the targets' test splits, and some passages of every domain of the pool."""
     groups: dict[str, list[str]] = {}
     for name in TARGETS:
         with lzma.open(assets.sample(f"{name}/test"), "rt", encoding="utf-8") as lines:
@@ -100,7 +100,7 @@ def shipped_texts(seed: int) -> dict[str, list[str]]:
 
 
 def measure(folder: Path, data: Path) -> dict[str, Any]:
-    """All numbers of the card."""
+    """Measure all numbers of the card."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -111,7 +111,7 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     train, train_bytes = token_stream(tokenizer, documents(data, "general-train-*.jsonl.xz"))
     held_out, size = token_stream(tokenizer, documents(data, "general-val.jsonl.xz"))
     predicted = len(held_out) - 1
-    # What `stream_loss` scores: whole windows, so that every row of the table scores the same tokens.
+    # As in `stream_loss`, only whole windows, so that every row of the table scores the same tokens.
     scored = held_out[: predicted // length * length + 1]
 
     def row(nats_per_token: float) -> dict[str, float]:
@@ -123,7 +123,7 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
     nats = stream_loss(model, held_out, length=length, batch=16, device="cpu", autocast=False)
     general: dict[str, dict[str, float]] = {"backbone": row(nats)}
     general["unigram"] = row(-float(unigram_log_probabilities(train, scored, tokenizer.vocab_size).mean()))
-    # A second model of the highest order sees no more tokens than the backbone did.
+    # A second model of the highest order is trained on as many tokens as the backbone.
     budget = train[: card["tokens_seen"]]
     orders = orders_of(tokenizer.vocab_size)
     ngrams: dict[str, KneserNey] = {}
@@ -163,12 +163,12 @@ def measure(folder: Path, data: Path) -> dict[str, Any]:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, ("---",) * len(head), *rows])
 
 
 def render(card: dict[str, Any], config: dict[str, Any], name: str = "flatshift-5m") -> str:
-    """The model card of the backbone `name`, Markdown with YAML front matter."""
+    """Return the model card of the backbone `name`, Markdown with YAML front matter."""
     measured = card["baselines"]
     general, elsewhere = measured["validation"], measured["bits_per_byte_elsewhere"]
     orders = orders_of(config["vocab_size"])
@@ -292,18 +292,18 @@ and are kept in `card.json`.
 
 
 def epochs(count: float) -> str:
-    """In words."""
+    """Format a number of epochs."""
     return f"{100 * count:.0f} % of one epoch" if count < 1 else f"{count:.1f} epochs"
 
 
 def made_on(card: dict[str, Any]) -> str:
-    """The device; cards from before it was noted are of the first backbone's."""
+    """Return the device of the training run; cards without a device are from the first backbone."""
     device = card.get("device", "two CPU cores")
     return "CPU cores" if device == "cpu" else device
 
 
 def and_passages(card: dict[str, Any]) -> str:
-    """What was read beside articles and novels."""
+    """Return the clause on training text other than articles and novels."""
     if not card.get("passages"):
         return ""
     return (
@@ -314,7 +314,7 @@ def and_passages(card: dict[str, Any]) -> str:
 
 
 def how_made(card: dict[str, Any]) -> str:
-    """The command and how near it comes, for the card's last chapter."""
+    """Return the command and its reproducibility, for the card's last chapter."""
     if "device" in card:
         chosen = {name: value for name, value in card["args"].items() if value is not None and name in COMMAND}
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in chosen.items())
@@ -332,7 +332,7 @@ byte for byte, and the same size and budget, but other weights. The numbers abov
 
 
 def trained_how_far(card: dict[str, Any]) -> str:
-    """How much text there was for each parameter, for the card's first paragraph."""
+    """Describe the amount of text per parameter, for the card's first paragraph."""
     per = card["tokens_seen"] / card["parameters"]
     if per < 20:
         return (

@@ -2,9 +2,9 @@
 
     python -m scripts.build_samples --data DIR
 
-Deterministic: every draw comes from `--seed` by name, and the same inputs give the same bytes (for one version of
-liblzma). Only pool rows of licence class `open` whose source is listed in `SOURCES` are taken, so that every passage
-that ships has a licence with a name. Tags lie apart from the texts: selectors never see them.
+Deterministic: every draw is keyed by `--seed` and a name, and the same inputs give the same bytes (for one version of
+liblzma). Only pool rows of licence class `open` whose source is in `SOURCES` are used, so that every shipped passage
+has a named licence. Tags are stored apart from the texts: selectors never see them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from flatshift.finetune.seeds import numpy_generator
 OUT = Path(__file__).resolve().parent.parent / "finetune" / "samples"
 LIMIT_BYTES = 6_000_000
 
-# Source (a regular expression over the whole source name) → licence. What is not here does not ship. Left out although
-# the raw folder calls them open, because the licence of the *text* could not be named: contraxsuite (contracts by third
+# Source (a regular expression over the whole source name) → licence. Sources not listed do not ship. Excluded although
+# the raw folder calls them open, because the licence of the *text* is unclear: contraxsuite (contracts by third
 # parties), the biomedical annotation sets and PubMedQA (an open annotation licence over publishers' text), and one
 # novelist who died after 1954, so that the books are free wherever protection ends 70 years after the author's death.
 SOURCES = {
@@ -44,7 +44,7 @@ SOURCES = {
     r"nltk_inaugural|nltk_state_union": "public domain",
 }
 
-# Passages per domain. A general pool: half encyclopaedia and novels, the neighbourhood of every target a minority.
+# Passages per domain of a general pool: half encyclopaedia and novels, text close to any target a minority.
 MIXTURE = {
     "wikipedia": 7200,
     "books": 4800,
@@ -65,7 +65,7 @@ MIXTURE = {
 
 @dataclass(frozen=True)
 class Target:
-    """One labelled target: where it comes from and how many rows of each split ship."""
+    """One labelled target: its source file and the number of rows of each split."""
 
     name: str
     file: str
@@ -99,23 +99,23 @@ TARGETS = (
 )
 
 
-# Conversations: rows of each split; dev is carved out of the source's train split.
+# Conversations: rows of each split; dev is drawn from the source's train split.
 CHAT_ROWS = {"train": 600, "dev": 80, "test": 120}
 PAIR_ROWS = {"train": 1200, "dev": 200, "test": 400}
 CHAT_SECOND_QUESTION = "Just the number, please."
 
 
 SENTENCES = 12
-"""Of each language, in `languages`."""
+"""Sentences per language in `languages`."""
 
 
 def normal(text: str) -> str:
-    """Casefolded words joined by one space: two texts that differ in nothing else count as the same."""
+    """Return the casefolded words joined by one space: texts that differ only in the rest count as the same."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
 def shingles(text: str, width: int = 8) -> set[str]:
-    """All runs of `width` consecutive words of the normalised text."""
+    """Return all runs of `width` consecutive words of the normalised text."""
     words = normal(text).split()
     return {" ".join(words[i : i + width]) for i in range(len(words) - width + 1)}
 
@@ -126,7 +126,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def write_xz(path: Path, lines: Iterable[str]) -> int:
-    """Write lines as .xz atomically; returns the compressed size in bytes."""
+    """Write lines as .xz atomically; return the compressed size in bytes."""
     raw = io.BytesIO()
     for line in lines:
         raw.write(line.encode() + b"\n")
@@ -147,8 +147,8 @@ def licence_of(source: str) -> str | None:
 def build_target(data: Path, target: Target, seed: int) -> dict[str, list[dict[str, Any]]]:
     """Draw the splits of one target; no normalised text of a later split occurs in an earlier one.
 
-    The source's train, dev and test rows stay in their split (dev may be carved out of train). Texts that occur twice,
-    or in two splits, are dropped from the larger one.
+    The source's train, dev and test rows stay in their split (dev may be drawn from train). Texts that occur twice, or
+    in two splits, are dropped from the larger one.
     """
     rows = read_jsonl(data / "tasks" / target.file)
     if target.labels is not None:
@@ -163,7 +163,7 @@ def build_target(data: Path, target: Target, seed: int) -> dict[str, list[dict[s
         here: set[str] = set()
         for index in order:
             row = candidates[int(index)]
-            # A premise belongs to one split only; inside a split it may come with several hypotheses.
+            # A premise belongs to one split only; inside a split it may occur with several hypotheses.
             key = normal(row["text"])
             pair = key + "\t" + normal(row.get("text2", ""))
             if not key or key in taken or pair in here:
@@ -185,7 +185,7 @@ def build_pool(
     """Draw the pool by `MIXTURE`, without held-out texts and passages that share an 8-word run with one.
 
     Returns rows `{id, text}` and tags `(id, domain, source, licence)` in the same, shuffled, order. Ids are positions
-    in that order: they say nothing about the domain.
+    in that order: they reveal nothing about the domain.
     """
     texts = read_jsonl(data / "pool" / "pool-0.text.jsonl.xz")
     with lzma.open(data / "pool" / "pool-0.tags.tsv.xz", "rt", encoding="utf-8") as lines:
@@ -223,10 +223,10 @@ def build_pool(
 
 
 def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """GSM8K as conversations of two questions: the problem and its solution, then the number alone.
+    """Convert GSM8K to conversations of two questions: the problem and its solution, then the number alone.
 
-    The calculator annotations (`<<48/2=24>>`) are taken out; whole thousands lose their comma. Test rows come from the
-    source's test split. Problems with a long solution are left out, as the shipped backbone reads short rows.
+    The calculator annotations (`<<48/2=24>>`) and the number's thousands separators are removed. Test rows come from
+    the source's test split. Problems with a long solution are excluded, as the shipped backbone reads short rows.
     """
     rows = read_jsonl(data / "instruct" / "gsm8k.jsonl.xz")
     taken: set[str] = set()
@@ -252,9 +252,9 @@ def build_chat(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def build_pairs(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
-    """SNLI premises with two statements: one that follows (chosen) and one that contradicts (rejected).
+    """Build preference pairs: SNLI premises with an entailed statement (chosen) and a contradicting one (rejected).
 
-    The first of each kind in the source's order. No premise occurs in two splits.
+    The first statement of each kind in the source's order. No premise occurs in two splits.
     """
     said: dict[str, dict[str, str]] = defaultdict(dict)
     for row in read_jsonl(data / "tasks" / "snli_official_dev_resplit.jsonl.xz"):
@@ -272,7 +272,7 @@ def build_pairs(data: Path, seed: int) -> dict[str, list[dict[str, Any]]]:
 
 
 def build_languages(data: Path) -> list[dict[str, Any]]:
-    """The first sentences of NTREX-128 in 35 languages: the same ones in each."""
+    """Return the first sentences of NTREX-128 in 35 languages: the same ones in each."""
     rows = read_jsonl(data / "multilingual" / "ntrex128_35lang.jsonl.xz")
     kept = [row for row in rows if row["id"] < SENTENCES]
     return [{"lang": row["lang"], "sentence": row["id"], "text": row["text"]} for row in kept]

@@ -1,12 +1,12 @@
-"""A folder that brings Flatshift to a machine that reaches no package index, and has torch with CUDA and its like.
+"""Build a folder that installs Flatshift on a machine without a package index that already has torch with CUDA.
 
     make bundle PYTHON=3.12                          # here, with an index: flatshift-bundle/
-    flatshift-bundle/run.sh flatshift doctor         # there: installs beside itself, then runs the command
+    flatshift-bundle/run.sh flatshift doctor         # on that machine: installs into the folder, then runs the command
     flatshift-bundle/run.sh python -m benchmarks.gpu --minutes 8
 
-In it are our wheel, the wheels that such a machine lacks, the benchmarks, and `run.sh`. What is needed is read from the
-metadata of our wheel and of those that are fetched; what `ASSUMED` names, and what that needs by its own metadata, is
-not fetched but checked there before anything is installed.
+The folder contains our wheel, the wheels that such a machine lacks, the benchmarks, and `run.sh`. Requirements are read
+from the metadata of our wheel and of those that are downloaded. Distributions in `ASSUMED`, with their own
+requirements, are not downloaded but checked on the machine before anything is installed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ ASSUMED = (
     *("torch", "triton", "transformers", "peft", "accelerate", "safetensors", "numpy", "scipy", "scikit-learn"),
     *("pandas", "pyarrow", "matplotlib", "jinja2", "pyyaml", "regex", "rich", "pytest"),
 )
-"""Distributions that the machine has; edit it for yours, or pass --there."""
+"""Distributions that the machine has; edit the list for yours, or pass --there."""
 OPTIONAL = ("liger-kernel", "datasets", "trl")
-"""Taken along as far as they fit, in this order; their version ranges are those of our extras."""
+"""Included as far as they fit, in this order; their version ranges are those of our extras."""
 LIMIT_MIB = 20.0
-"""Of all wheels that are not ours."""
+"""Size limit of all wheels but ours."""
 PLATFORMS = (*(f"manylinux_2_{minor}" for minor in (34, 31, 28, 27, 24, 17)), "manylinux2014", "manylinux1")
 ROOT = Path(__file__).resolve().parent.parent
 RUN = """#!/bin/sh
@@ -63,18 +63,18 @@ exec "$@"
 
 @dataclass
 class Group:
-    """Wheels that belong together, and what they need of the machine."""
+    """Wheels that belong together, and their requirements on the machine."""
 
     wheels: dict[str, Path] = field(default_factory=dict)
     needs: dict[str, SpecifierSet] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return sum(wheel.stat().st_size for wheel in self.wheels.values())
 
     def document(self) -> dict[str, object]:
-        """For bundle.json."""
+        """Return the entry for bundle.json."""
         needs = {
             name: ",".join(sorted({*map(str, wanted)}, reverse=True)) for name, wanted in sorted(self.needs.items())
         }
@@ -83,16 +83,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Target:
-    """The machine that the bundle is for."""
+    """Machine that the bundle is for."""
 
     python: str
     machine: str
     there: frozenset[str]
-    """Distributions that it has."""
+    """Distributions that the machine has."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment in which markers of requirements are evaluated."""
+        """Environment in which requirement markers are evaluated."""
         mine = {name: str(value) for name, value in default_environment().items()}
         return mine | {
             "python_version": self.python,
@@ -106,19 +106,19 @@ class Target:
         }
 
     def wanted(self, lines: Iterable[str], extras: Iterable[str] = ()) -> list[Requirement]:
-        """Of the requirements those that hold there."""
+        """Return the requirements whose markers hold on the machine."""
         found = [Requirement(line) for line in lines]
         asked = [{**self.environment, "extra": extra} for extra in ("", *extras)]
         return [r for r in found if r.marker is None or any(r.marker.evaluate(e) for e in asked)]
 
     def options(self) -> list[str]:
-        """Of pip."""
+        """Return pip's options for the machine."""
         named = [f"--platform={platform}_{self.machine}" for platform in PLATFORMS]
         return ["--only-binary=:all:", f"--python-version={self.python}", "--implementation=cp", *named]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the folder."""
+    """Build the bundle folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default="", metavar="3.12", help="version of the machine's Python; by default ours")
     parser.add_argument("--machine", default="x86_64", help="its processor: x86_64 or aarch64")
@@ -143,8 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def bundle(target: Target, out: Path, optional: Sequence[str], limit: float) -> str:
-    """Write the folder `out`; returns the MiB of the wheels that are not ours. Raises SystemExit where they are more
-    than `limit` bytes, or where one is not to be had."""
+    """Write the folder `out`; return the MiB of the wheels that are not ours.
+
+    Raises SystemExit if they exceed `limit` bytes, or if one is not available.
+    """
     (out / "wheels").mkdir(parents=True)
     ours = own_wheel(out / "wheels")
     core = resolve(target, target.wanted(requires(ours)), out / "wheels")
@@ -183,17 +185,17 @@ def bundle(target: Target, out: Path, optional: Sequence[str], limit: float) -> 
 
 
 def write_scripts(out: Path) -> None:
-    """`run.sh` and `install.py`."""
+    """Write `run.sh` and `install.py`."""
     shutil.copyfile(ROOT / "scripts" / "bundle_install.py", out / "install.py")
     (out / "run.sh").write_text(RUN, encoding="utf-8")
     (out / "run.sh").chmod(0o755)
 
 
-# --------------------------------------------------------------------------------------------- what is needed
+# --------------------------------------------------------------------------------------------- requirements
 
 
 def closure(names: Iterable[str]) -> frozenset[str]:
-    """These distributions and what they need, as far as they are installed here to be asked."""
+    """Return these distributions and their transitive requirements, as far as they are installed on this machine."""
     found: set[str] = set()
     todo = [canonicalize_name(name) for name in names]
     while todo:
@@ -212,7 +214,7 @@ def closure(names: Iterable[str]) -> frozenset[str]:
 
 
 def extra_requirement(name: str) -> Requirement:
-    """The requirement of that name in one of our extras; without a range where none has it."""
+    """Return the requirement of that name from our extras; without a version range if none has it."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     found = [Requirement(line) for lines in extras.values() for line in lines]
     same = [r for r in found if canonicalize_name(r.name) == canonicalize_name(name)]
@@ -222,14 +224,15 @@ def extra_requirement(name: str) -> Requirement:
 
 
 def requires(wheel: Path) -> list[str]:
-    """Its requirements."""
+    """Return the requirements of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         return HeaderParser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
 
 
 def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
-    """Wheels of `wanted` and of what they need, fetched into a folder, and what they need of the machine."""
+    """Download the wheels of `wanted` and their requirements into a folder; return them with the requirements on the
+    machine."""
     bounds: dict[str, SpecifierSet] = {}
     while True:
         group, ranges, todo = Group(), dict(bounds), list(wanted)
@@ -244,7 +247,7 @@ def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
                 todo += target.wanted(requires(wheel), requirement.extras)
             elif parse_wheel_filename(group.wheels[name].name)[1] not in ranges[name]:
                 bounds[name] = ranges[name]
-                break  # what the newest of it needs may not count: from the beginning
+                break  # the newest version's requirements may not apply: start over
         else:
             return group
         for fetched_in_vain in group.wheels.values():
@@ -252,7 +255,7 @@ def resolve(target: Target, wanted: list[Requirement], into: Path) -> Group:
 
 
 def fetched(target: Target, requirement: str, into: Path) -> Path:
-    """The newest wheel that fits. Raises SystemExit where there is none."""
+    """Download the newest wheel that fits. Raises SystemExit if there is none."""
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
         done = subprocess.run(
@@ -269,7 +272,7 @@ def fetched(target: Target, requirement: str, into: Path) -> Path:
 
 
 def own_wheel(folder: Path) -> Path:
-    """Our wheel, built into `folder`."""
+    """Build our wheel into `folder`."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
     subprocess.run([*pip, "--wheel-dir", str(folder), str(ROOT)], check=True)
     (wheel,) = folder.glob("flatshift-*.whl")

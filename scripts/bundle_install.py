@@ -1,8 +1,8 @@
-"""Install a bundle's wheels into a folder, after a look at what the machine has: `run.sh` calls it.
+"""Install a bundle's wheels into a folder, after checking the machine; called by `run.sh`.
 
     python3 install.py FOLDER
 
-Needs pip and the standard library. Says in one list what is missing, before anything is written, and ends with 2 then.
+Needs pip and the standard library. Lists everything that is missing before anything is written, and then exits with 2.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STAMP = ".bundle"
 
 
 def main(site: Path) -> int:
-    """Install into `site` what fits this machine; returns the exit code."""
+    """Install into `site` the wheels that fit this machine; return the exit code."""
     about = json.loads((HERE / "bundle.json").read_text(encoding="utf-8"))
     missing = [*interpreter(about), *lacking(about["core"]["needs"])]
     if missing:
@@ -41,7 +41,7 @@ def main(site: Path) -> int:
 
 
 def interpreter(about: Mapping[str, str]) -> list[str]:
-    """Why the wheels do not fit this Python or machine."""
+    """Return the reasons for which the wheels do not fit this Python or machine."""
     found = []
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if version != about["python"]:
@@ -56,7 +56,7 @@ def interpreter(about: Mapping[str, str]) -> list[str]:
 
 
 def lacking(needs: Mapping[str, str]) -> list[str]:
-    """Of `needs`, version ranges by distribution, those that this Python does not meet."""
+    """Return the entries of `needs`, version ranges by distribution, that this Python does not meet."""
     if not needs:
         return []
     try:
@@ -79,7 +79,7 @@ def lacking(needs: Mapping[str, str]) -> list[str]:
 
 
 def install(wheels: list[Path], site: Path) -> None:
-    """Put `wheels` into `site`, whole or not at all; nothing is done where they are there already."""
+    """Install `wheels` into `site`, completely or not at all; no-op if they are already installed."""
     digest = hashlib.sha256("".join(sorted(wheel.name for wheel in wheels)).encode())
     for wheel in sorted(wheels):
         digest.update(wheel.read_bytes())

@@ -1,9 +1,9 @@
-"""Build the wheel, look at what is in it, install it into a fresh environment elsewhere and use it there.
+"""Build the wheel, check its contents, install it into a fresh environment elsewhere and use it there.
 
-    python scripts/check_wheel.py           # --demo: runs the whole demo there, too
+    python scripts/check_wheel.py           # --demo: also runs the whole demo there
 
 The fresh environment sees the heavy dependencies of this one through a `.pth` file, but not this source tree; a second
-check imports every module with nothing but the declared core dependencies visible.
+check imports every module with only the declared core dependencies visible.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def main() -> None:
 
 
 def build(folder: Path) -> Path:
+    # stdout=-3 is subprocess.DEVNULL.
     subprocess.run(
         [sys.executable, "-m", "build", "--wheel", "--outdir", str(folder), str(ROOT)], check=True, stdout=-3
     )
@@ -82,7 +83,7 @@ def install(wheel: Path, folder: Path) -> Path:
             text=True,
         ).stdout.strip()
     )
-    # Appended after the new site-packages; a .pth inside that directory (our editable install) is not followed.
+    # Listed after the new site-packages; a .pth inside that directory (our editable install) is not followed.
     (site / "host.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
     return python
 
@@ -122,7 +123,7 @@ def smoke(python: Path, folder: Path) -> None:
 
 
 def namesakes(python: Path, folder: Path) -> None:
-    """Other distributions and the user's own files carry the names of our rooms: nothing of theirs is imported."""
+    """Check that other distributions and user files with the names of our packages are not imported."""
     asked = [python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])"]
     site = Path(subprocess.run(asked, **_TEXT).stdout.strip())
     for name in ("finetune", "experiments", "selection", "regularizers"):
@@ -135,7 +136,7 @@ def namesakes(python: Path, folder: Path) -> None:
 
 
 def minimal_dependencies() -> None:
-    """Import every module while only the distributions reachable from our core requirements can be found."""
+    """Import every module while only the distributions reachable from our core requirements are importable."""
     allowed = {"flatshift"}
     todo = ["flatshift"]
     while todo:

@@ -1,6 +1,6 @@
-"""Hooks of mkdocs: the tabs of the site are the headings of docs/index.md, and pages beside docs/ come along.
+"""mkdocs hooks: build the tabs of the site from the headings of docs/index.md, and add linked files outside docs/.
 
-make docs        # builds site/ from docs/, strictly: a link that leads nowhere fails it
+make docs        # builds site/ from docs/, strictly: a broken link fails it
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LINK = re.compile(r"\]\((?P<target>[^)#\s:]+)(?P<anchor>#[^)\s]*)?\)")
 
 
 def sections() -> dict[str, list[tuple[str, str]]]:
-    """Heading of docs/index.md → (question, page) of each row of its table; a page is a path from docs/."""
+    """Return heading of docs/index.md → (question, page) of each row of its table; a page is a path from docs/."""
     found: dict[str, list[tuple[str, str]]] = {}
     for line in (DOCS / "index.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -29,7 +29,7 @@ def sections() -> dict[str, list[tuple[str, str]]]:
 
 
 def outside() -> dict[str, Path]:
-    """Files beside docs/ that its pages or one another link to: their path in the site → the file."""
+    """Return the files outside docs/ that its pages or one another link to: path in the site → file."""
     found: dict[str, Path] = {}
     queue = sorted(DOCS.glob("*.md"))
     while queue:
@@ -45,7 +45,7 @@ def outside() -> dict[str, Path]:
 
 
 def _name(path: Path) -> str:
-    """Where a file of the repository stands in the site; a README does not become the index of its folder."""
+    """Return the path in the site of a repository file; a README does not become the index of its folder."""
     inside = path.relative_to(DOCS if path.is_relative_to(DOCS) else ROOT).as_posix()
     if inside == "README.md":
         return "readme.md"
@@ -55,7 +55,7 @@ def _name(path: Path) -> str:
 
 
 def on_config(config: Any) -> Any:
-    """The navigation: a tab for each heading, an entry for each question."""
+    """Set the navigation: a tab for each heading, an entry for each question."""
     config.nav = [{"Start": "index.md"}]
     for heading, rows in sections().items():
         pages = dict.fromkeys(_name((DOCS / page).resolve()) for _, page in rows)
@@ -64,7 +64,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what the pages link to beside docs/."""
+    """Add the files outside docs/ that the pages link to."""
     from mkdocs.structure.files import File
 
     for name, path in outside().items():
@@ -73,7 +73,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links as they are right in the repository become those of the site."""
+    """Convert links that are valid in the repository to links of the site."""
     here = {name: path for name, path in outside().items()}.get(page.file.src_uri, DOCS / page.file.src_uri)
 
     def moved(match: re.Match[str]) -> str:

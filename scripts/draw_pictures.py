@@ -1,9 +1,9 @@
-"""Pictures of real pages for README and docs, from the directory that `make demo` leaves.
+"""Take screenshots of real report pages for README and docs, from the directory that `make demo` writes.
 
     make demo OUT=demo && .venv/bin/python scripts/draw_pictures.py demo        # writes docs/pictures/
 
-Needs Chromium on the PATH. Beside the pictures stands what they show (`pictures.json`): the headings of each page,
-which a test compares with those that the report has today.
+Needs Chromium on the PATH. `pictures.json`, next to the pictures, records the headings of each page, which a test
+compares with those of today's report.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def headings(page: Path) -> list[str]:
-    """The titles of a page's sections, in order."""
+    """Return the titles of a page's sections, in order."""
     found = re.findall(r"<h3[^>]*>(.*?)</h3>", page.read_text(encoding="utf-8"), flags=re.S)
     return [" ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split()) for text in found]
 
 
 def draw(page: Path, picture: Path, width: int, height: int) -> None:
-    """Save the top of `page` as a PNG of twice as many pixels. Raises SystemExit without a browser."""
+    """Save the top of `page` as a PNG, at 1.5 pixels per CSS pixel. Raises SystemExit without a browser."""
     browser = next((path for name in _BROWSERS if (path := shutil.which(name))), None)
     if browser is None:
         raise SystemExit(f"none of {', '.join(_BROWSERS)} is on the PATH")
@@ -43,13 +43,13 @@ def draw(page: Path, picture: Path, width: int, height: int) -> None:
 
 
 def main(demo: Path) -> None:
-    """Draw every picture and write what they show."""
+    """Draw every picture and record the headings shown."""
     PICTURES.mkdir(exist_ok=True)
     shown = {}
     for name, (folder, width, height) in PAGES.items():
         page = demo / folder / "report.html"
         with tempfile.TemporaryDirectory() as scratch:
-            copy = Path(scratch) / "report.html"  # whose command names no place of this machine
+            copy = Path(scratch) / "report.html"  # copied, so that its command names no path of this machine
             text = page.read_text(encoding="utf-8").replace(str(demo.resolve()), demo.name)
             copy.write_text(text.replace(str(demo), demo.name), encoding="utf-8")
             draw(copy, PICTURES / f"{name}.png", width, height)

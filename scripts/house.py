@@ -1,11 +1,11 @@
-"""The house in figures: lines and modules of each room, and its import circles.
+"""Size of the code base: lines and modules of each top-level package, and its import cycles.
 
-    python scripts/house.py            # a line a room, the sum, every circle
-    python scripts/house.py --rooms    # a line a folder
+    python scripts/house.py            # one line per package, the sum, every cycle
+    python scripts/house.py --rooms    # one line per folder
 
-Product is the five rooms; tests, benchmarks and scripts are not counted. A circle is a set of modules that can reach
-each other by imports, lazy ones within functions included; imports under TYPE_CHECKING are not executed and do not
-count. An import of a name that a package only re-exports leads to the module that has it.
+The five packages in ROOMS count; tests, benchmarks and scripts do not. A cycle is a set of modules that can reach each
+other by imports, lazy ones within functions included; imports under TYPE_CHECKING are not executed and do not count. An
+import of a name that a package only re-exports counts for the module that defines it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOMS = ("flatshift", "experiments", "finetune", "selection", "regularizers")
 
 
 def modules(root: Path = ROOT) -> dict[str, Path]:
-    """Every product module by its dotted name, the rooms within `flatshift`; a package is its `__init__`."""
+    """Return every product module by its dotted name inside `flatshift`; a package is its `__init__`."""
     found = {}
     for room in ROOMS:
         for file in sorted((root / room).rglob("*.py")):
@@ -31,7 +31,7 @@ def modules(root: Path = ROOT) -> dict[str, Path]:
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """All below `node` but what stands under `if TYPE_CHECKING`."""
+    """Yield all nodes below `node` except those under `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             for other in child.orelse:
@@ -47,8 +47,10 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _asked(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[str, str | None]]:
-    """(module, name asked of it or None) of every import of the module `name`; all_of_it: TYPE_CHECKING as well, by
-    which a package with a lazy `__getattr__` says where its names live."""
+    """Yield (module, imported name or None) for every import of the module `name`.
+
+    all_of_it: include TYPE_CHECKING blocks, in which a package with a lazy `__getattr__` declares its names.
+    """
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
     tree = _tree(file)
     for node in ast.walk(tree) if all_of_it else _executed(tree):
@@ -63,7 +65,7 @@ def _asked(name: str, file: Path, *, all_of_it: bool = False) -> Iterator[tuple[
 
 
 def imports(known: dict[str, Path]) -> dict[str, set[str]]:
-    """Which of the known modules each of them imports."""
+    """Return the known modules imported by each of them."""
     exported: dict[str, dict[str, str]] = {}
     for name, file in known.items():
         if file.name == "__init__.py":
@@ -87,7 +89,7 @@ def imports(known: dict[str, Path]) -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected parts of more than one module, the largest first (Tarjan 1972)."""
+    """Return the strongly connected components of more than one module, the largest first (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -125,12 +127,12 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def lines(file: Path) -> int:
-    """Lines of a source file, blank ones and docstrings included."""
+    """Count the lines of a source file, including blank ones and docstrings."""
     return len(file.read_text(encoding="utf-8").splitlines())
 
 
 def main() -> None:
-    """Print the figures."""
+    """Print lines and modules of each package, and the import cycles."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--rooms", action="store_true", help="a line for each folder")
     asked = parser.parse_args()

@@ -1,4 +1,4 @@
-"""The lowest version of each dependency that pyproject.toml allows, as pip constraints: one lane of CI installs them.
+"""Print the lowest allowed version of each dependency in pyproject.toml as pip constraints; a CI job installs them.
 
 python scripts/lowest_versions.py > lowest.txt && pip install -c lowest.txt -e ".[test]"
 """
@@ -13,7 +13,7 @@ PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
 
 
 def lowest(extras: tuple[str, ...] = ()) -> list[str]:
-    """`name==version` for every dependency with a lower bound, of the core and of `extras`."""
+    """Return `name==version` for every dependency with a lower bound, of the core and of `extras`."""
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
     found = (re.match(r"([A-Za-z0-9._-]+)(?:\[.*\])?>=([0-9][^,;\s]*)", line) for line in lines)

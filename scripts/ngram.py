@@ -1,8 +1,8 @@
-"""Interpolated Kneser–Ney n-gram models over token streams: the baseline a neural language model has to beat.
+"""Interpolated Kneser–Ney n-gram models over token streams: the baseline for a neural language model.
 
-Kneser and Ney 1995; the interpolated form with one absolute discount per order is Chen and Goodman 1999, §2.7 and
-eq. 3, with the discount D = n₁ / (n₁ + 2 n₂) of Ney, Essen and Kneser 1994. An n-gram is packed into one int64, so
-counting is sorting and looking up is binary search: a 5-gram model of 25 M tokens takes seconds.
+Kneser and Ney 1995; the interpolated form with one absolute discount per order is Chen and Goodman 1999, §2.7 and eq.
+3, with the discount D = n₁ / (n₁ + 2 n₂) of Ney, Essen and Kneser 1994. An n-gram is packed into one int64, so counting
+is sorting and lookup is binary search: a 5-gram model of 25 M tokens takes seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Order:
 
 
 def _look_up(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """values[keys == wanted], 0 where there is none."""
+    """Return values[keys == wanted], 0 if a key is missing."""
     index = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[index] == wanted, values[index], 0)
 
@@ -54,7 +54,7 @@ class KneserNey:
         return self
 
     def log_probabilities(self, stream: np.ndarray) -> np.ndarray:
-        """ln p(token | its preceding tokens) for each token of `stream` but the first; (T − 1,) float64.
+        """Return ln p(token | its preceding tokens) for each token of `stream` but the first; (T − 1,) float64.
 
         The first tokens, whose history is shorter than order − 1, are scored by the lower orders.
         """
@@ -73,7 +73,8 @@ class KneserNey:
         return np.log(probability[1:])
 
     def _pack(self, stream: np.ndarray, order: int) -> np.ndarray:
-        """Keys of all `order`-grams of the stream, oldest token in the highest place; (T − order + 1,) int64."""
+        """Return the keys of all `order`-grams of the stream, oldest token in the highest place; (T − order + 1,)
+        int64."""
         ids = np.asarray(stream, dtype=np.int64)
         length = len(ids) - order + 1
         keys = np.zeros(length, dtype=np.int64)
@@ -86,12 +87,12 @@ class KneserNey:
         totals = np.add.reduceat(counts, first)
         distinct = np.diff(np.append(first, len(grams)))
         once, twice = int((counts == 1).sum()), int((counts == 2).sum())
-        # A stream too small to hold both singletons and doubletons says nothing about the discount.
+        # A stream without singletons or doubletons is too small to estimate the discount.
         discount = once / (once + 2 * twice) if once and twice else 0.5
         return _Order(grams, counts, histories, totals, distinct, discount)
 
 
 def unigram_log_probabilities(train: np.ndarray, stream: np.ndarray, vocabulary: int) -> np.ndarray:
-    """ln of add-one smoothed token frequencies for each token of `stream` but the first; (T − 1,) float64."""
+    """Return ln of add-one smoothed token frequencies for each token of `stream` but the first; (T − 1,) float64."""
     counts = np.bincount(train, minlength=vocabulary) + 1.0
     return (np.log(counts) - math.log(counts.sum()))[np.asarray(stream)[1:]]

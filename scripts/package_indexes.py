@@ -1,10 +1,10 @@
-"""Ask each package index once whether it answers, so that pip need not find out anew for every dependency.
+"""Ask each package index once whether it answers, so that pip does not retry dead ones for every dependency.
 
     python scripts/package_indexes.py [TORCH_INDEX] > .venv/indexes
     . .venv/indexes && python -m pip install $TORCH_FLAGS torch
 
-Writes lines for a shell: `TORCH_FLAGS`, the option that adds TORCH_INDEX if it answers, and what pip's environment
-must say to leave out those of its configured indexes that do not. Each one left out is a line on standard error.
+Prints lines for a shell: `TORCH_FLAGS`, the option that adds TORCH_INDEX if it answers, and pip's environment variables
+that exclude those of its configured indexes that do not. Each excluded index is reported on standard error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 PYPI = "https://pypi.org/simple"
 SECONDS = 5.0
-"""How long an index may take to answer."""
+"""Timeout of an index, in seconds."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def pip_settings() -> dict[str, str]:
-    """pip's own settings that name indexes, by option; of files, sections and environment the one that pip obeys."""
+    """Return pip's own settings that name indexes, by option, with pip's precedence of files, sections and
+    environment."""
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", "config", "list"],
         check=True,
@@ -57,7 +58,7 @@ def pip_settings() -> dict[str, str]:
 
 
 def settled(settings: Mapping[str, str]) -> list[str]:
-    """Shell lines that leave out the configured indexes that do not answer; none where all do."""
+    """Return shell lines that exclude the configured indexes that do not answer; none if all do."""
     if settings.get("no-index", "no").lower() in ("1", "true", "yes", "on", "t", "y"):
         return []
     first, *more = [settings.get("index-url", PYPI), *settings.get("extra-index-url", "").split()]
@@ -72,7 +73,7 @@ def settled(settings: Mapping[str, str]) -> list[str]:
         return []
     if not here:
         return ["export PIP_NO_INDEX=1"]
-    # pip passes over an empty variable, so the list of further indexes repeats the only one.
+    # pip ignores an empty variable, so the list of further indexes repeats the only one.
     return [
         f"export PIP_INDEX_URL={shlex.quote(here[0])}",
         f"export PIP_EXTRA_INDEX_URL={shlex.quote(' '.join(here[1:] or here))}",
@@ -80,7 +81,8 @@ def settled(settings: Mapping[str, str]) -> list[str]:
 
 
 def silence(index: str, *, proxy: str | None = None) -> str | None:
-    """Why `index` does not answer; None if it does, with whatever answer: what it holds is for pip to ask."""
+    """Return the reason that `index` does not answer; None if it does, whatever the answer: its content is pip's
+    concern."""
     parts = urlsplit(index)
     if parts.scheme in ("", "file"):
         path = Path(unquote(parts.path))
@@ -93,19 +95,19 @@ def silence(index: str, *, proxy: str | None = None) -> str | None:
         return None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):  # there is somebody; whom to trust is in pip's settings
+        if isinstance(reason, ssl.SSLError):  # the server exists; trust is configured in pip
             return None
         return str(getattr(reason, "strerror", None) or reason)
 
 
 def nameless(index: str) -> str:
-    """The address without the name and password that it may hold."""
+    """Return the address without a user name and password."""
     parts = urlsplit(index)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 def tell(index: str, why: str, then: str) -> None:
-    """Say on standard error that an index does not answer."""
+    """Report on standard error that an index does not answer."""
     print(f"package index {nameless(index)} does not answer ({why}): {then}", file=sys.stderr)
 
 

@@ -1,8 +1,8 @@
-"""Pretraining text as one stream of tokens, `<bos> … <eos>` a document, in a file that is mapped and not read.
+"""Pretraining text as one stream of tokens, `<bos> … <eos>` per document, in a memory-mapped file.
 
-`pack` encodes many documents at once, on as many cores as the tokenizer takes, and writes 16 bits a token (32 for a
-vocabulary that needs them) with a note of how much there is; the note comes last, so that a file without one is begun
-again. `documents` and `passages` say where texts come from.
+`pack` encodes many documents at once, on as many cores as the tokenizer uses, and writes 16 bits per token (32 for a
+larger vocabulary) with a JSON record of the counts; the record is written last, so that a file without one is
+rewritten. `documents` and `passages` read the texts.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 PAD, BOS, EOS = 0, 1, 2
 AT_ONCE = 2048
-"""Documents that are encoded together."""
+"""Documents encoded in one batch."""
 TARGETS = ("banking", "scicite", "snli")
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Tokens of a file, and what they are made of."""
+    """Tokens of a file, and the size of their texts."""
 
     tokens: np.ndarray
-    """(T,) uint16 or uint32, mapped."""
+    """(T,) uint16 or uint32, memory-mapped."""
     bytes: int
     """UTF-8 bytes of the texts."""
     documents: int
 
 
 def documents(folder: Path, pattern: str) -> Iterator[str]:
-    """The texts of all .jsonl.xz files of `folder` that match, in name order."""
+    """Yield the texts of all .jsonl.xz files of `folder` that match, in name order."""
     files = sorted(folder.glob(pattern))
     if not files:
         raise SystemExit(f"{folder} has no {pattern}")
@@ -52,10 +52,11 @@ def documents(folder: Path, pattern: str) -> Iterator[str]:
 
 
 def passages(file: Path, tags: Path | None, *, without: Collection[str] = frozenset()) -> Iterator[str]:
-    """The texts of a .jsonl.xz file but those of `without`; with `tags`, a .tsv.xz of `id, domain, source, licence` in
-    the same order, only those whose licence class is `open`.
+    """Yield the texts of a .jsonl.xz file except those in `without`.
 
-    Raises SystemExit where the two files do not have the same rows.
+    tags: a .tsv.xz of `id, domain, source, licence` in the same order; only rows whose licence class is `open` are
+    kept.
+    Raises SystemExit if the two files do not have the same rows.
     """
     with lzma.open(file, "rt", encoding="utf-8") as lines:
         if tags is None:
@@ -74,7 +75,7 @@ def passages(file: Path, tags: Path | None, *, without: Collection[str] = frozen
 
 
 def shipped() -> frozenset[str]:
-    """Texts that ship as samples: a backbone that had read them could not be warmed up on, or judged by, them."""
+    """Return the texts that ship as samples: a backbone trained on them could not be warmed up or evaluated on them."""
     found: set[str] = set()
     names = ["pool", *(f"{target}/{split}" for target in TARGETS for split in ("train", "dev", "test"))]
     for name in names:
@@ -86,7 +87,8 @@ def shipped() -> frozenset[str]:
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> tuple[np.ndarray, int]:
-    """All documents as one int32 stream in memory, each as `<bos> … <eos>`, and the UTF-8 bytes of their texts."""
+    """Return all documents as one int32 stream in memory, each as `<bos> … <eos>`, and the UTF-8 bytes of their
+    texts."""
     parts: list[np.ndarray] = []
     size = 0
     for text in texts:
@@ -97,9 +99,9 @@ def token_stream(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> tu
 
 
 def pack(folder: Path, name: str, tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], *, of: str) -> Packed:
-    """The tokens of `texts` in `folder`/`name`.bin: made unless they are there already, of the same things.
+    """Encode `texts` into `folder`/`name`.bin, unless the file already exists for the same inputs.
 
-    of: what the texts are, in a few words that differ where they do.
+    of: short description of the texts, which must differ for different texts.
     """
     file, note = folder / f"{name}.bin", folder / f"{name}.json"
     made_of = hashlib.sha256(f"{of}\n{tokenizer.backend_tokenizer.to_str()}".encode()).hexdigest()

@@ -3,23 +3,23 @@
     python -m scripts.pretrain_backbone --data DIR --out DIR                     # the shipped size and token budget
     python -m scripts.pretrain_backbone --data DIR --out DIR --minutes 45        # as far as 45 minutes reach
     python -m scripts.pretrain_backbone --data DIR --out DIR --device cuda \\
-        --passages POOL.jsonl.xz --tags TAGS.tsv.xz --hidden 384 --layers 10 --heads 6 --kv-heads 3 \\
-        --vocabulary 8192 --sequence 1024 --batch 96 --lr 3e-3 --compile --judge-every 500 --minutes 14 --stop-after 9
+     --passages POOL.jsonl.xz --tags TAGS.tsv.xz --hidden 384 --layers 10 --heads 6 --kv-heads 3 \\
+     --vocabulary 8192 --sequence 1024 --batch 96 --lr 3e-3 --compile --judge-every 500 --minutes 14 --stop-after 9
 
-DIR holds `general-train-*.jsonl.xz` and `general-val.jsonl.xz` with a `text` per line; `--passages` adds a pool, of
-which `--tags` leaves the openly licensed rows, and never a text that ships as a sample. What is made: a byte-level BPE
-tokenizer trained on the first training file and the passages, a decoder with tied embeddings in bf16 safetensors, and
-`card.json` with the validation loss and its bits per byte. The folder appears whole or not at all, and loads through
-`AutoModelForCausalLM` and `AutoTokenizer`; `scripts.backbone_card` then judges it and writes its card.
+DIR holds `general-train-*.jsonl.xz` and `general-val.jsonl.xz` with a `text` per line; `--passages` adds a pool,
+restricted by `--tags` to its openly licensed rows, and never a text that ships as a sample. The output is a byte-level
+BPE tokenizer trained on the first training file and the passages, a decoder with tied embeddings in bf16 safetensors,
+and `card.json` with the validation loss and its bits per byte. The folder is written atomically, and loads through
+`AutoModelForCausalLM` and `AutoTokenizer`; `scripts.backbone_card` then evaluates it and writes its card.
 
 The learning rate follows a cosine over the token budget (`--tokens`, or `--epochs` of the text), or with `--minutes`
-over the time spent. Every draw comes from `--seed`: with a token budget the same machine, thread count and arguments
-give the same weights; the clock no seed can reproduce. The shipped backbone was made by the clock (42 minutes,
-14,761,984 tokens), so this script remakes its recipe and its quality, not its bits.
+over the elapsed time. Every draw is keyed by `--seed`: with a token budget the same machine, thread count and arguments
+give the same weights; elapsed time is not reproducible. The shipped backbone was trained by time (42 minutes,
+14,761,984 tokens), so this script reproduces its recipe and its quality, not its bits.
 
-Beside OUT lies OUT.work (`--work`): the tokenizer, the tokens in mapped files, and the state of training, written every
-few minutes and when `--stop-after` or a signal ends the command before the budget does: it then leaves with code 3, and
-the same command goes on from there. With `--judge-every` the weights that end up in OUT are those with the lowest
+OUT.work (`--work`), next to OUT, holds the tokenizer, the tokens in memory-mapped files, and the training state, saved
+every few minutes and when `--stop-after` or a signal ends the command before the budget is used: it then exits with
+code 3, and the same command continues from there. With `--judge-every` the weights in OUT are those with the lowest
 validation loss, which over many epochs need not be the last.
 """
 
@@ -59,12 +59,12 @@ WARM_UP_STEPS = 150
 FINAL_LR_SHARE = 0.05
 SAVE_MINUTES = 2.0
 LARGEST = 20_000_000
-"""Parameters of a backbone that may ship: 40 MB in bf16."""
+"""Maximum number of parameters of a shipped backbone: 40 MB in bf16."""
 
 
 @dataclass(frozen=True)
 class Pretraining:
-    """What is trained, and for how long. The defaults are the shipped backbone's."""
+    """Model size and training budget. The defaults are the shipped backbone's."""
 
     hidden: int = 256
     layers: int = 6
@@ -75,11 +75,11 @@ class Pretraining:
     batch: int = 16
     lr: float = 2e-3
     seed: int = 0
-    tokens: int = 14_761_984  # the budget; ignored when `minutes` or `epochs` is set
+    tokens: int = 14_761_984  # the budget; ignored if `minutes` or `epochs` is set
     minutes: float | None = None
     epochs: float | None = None
     tokenizer_characters: int = 4000  # of each document, for training the tokenizer
-    judge_every: int = 0  # steps from one validation to the next; 0: only at the end
+    judge_every: int = 0  # steps between validations; 0: only at the end
 
     def __post_init__(self) -> None:
         if not 1 <= self.sequence <= MAX_LENGTH:
@@ -87,7 +87,7 @@ class Pretraining:
 
 
 def train_tokenizer(texts: Iterator[str], vocabulary: int, characters: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE: any text round-trips, nothing is unknown."""
+    """Train a byte-level BPE tokenizer: any text round-trips, nothing is unknown."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -107,7 +107,7 @@ def train_tokenizer(texts: Iterator[str], vocabulary: int, characters: int) -> P
 
 
 def build_model(config: Pretraining) -> LlamaForCausalLM:
-    """A decoder whose initial weights depend on `config.seed` and the parameter's name alone."""
+    """Build a decoder whose initial weights depend only on `config.seed` and the parameter's name."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     llama = LlamaConfig(
@@ -123,7 +123,7 @@ def build_model(config: Pretraining) -> LlamaForCausalLM:
         bos_token_id=BOS,
         eos_token_id=EOS,
     )
-    with torch.random.fork_rng(devices=[]):  # the constructor draws from the global generator; ours replaces it below
+    with torch.random.fork_rng(devices=[]):  # the constructor draws from the global generator; our draws follow below
         model = LlamaForCausalLM(llama)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -134,12 +134,12 @@ def build_model(config: Pretraining) -> LlamaForCausalLM:
 
 
 def window(stream: np.ndarray, indices: np.ndarray, length: int) -> Tensor:
-    """Windows `indices` of the stream, (B, length + 1) int64: inputs are [:, :-1], labels [:, 1:]."""
+    """Return windows `indices` of the stream, (B, length + 1) int64: inputs are [:, :-1], labels [:, 1:]."""
     return torch.from_numpy(np.stack([stream[i * length : (i + 1) * length + 1] for i in indices]).astype(np.int64))
 
 
 def window_there(stream: Tensor, indices: np.ndarray, length: int) -> Tensor:
-    """The same from a stream that lies on a device, (T,) int32: only the indices travel, and nothing waits for them."""
+    """Return the same windows from a stream on a device, (T,) int32: only the indices are copied, without waiting."""
     starts = torch.from_numpy(np.ascontiguousarray(indices)) * length
     if stream.is_cuda:
         starts = starts.pin_memory()
@@ -148,14 +148,15 @@ def window_there(stream: Tensor, indices: np.ndarray, length: int) -> Tensor:
 
 
 def batch_of(stream: np.ndarray | Tensor, indices: np.ndarray, length: int, device: str) -> Tensor:
-    """Windows on the device, wherever the stream lies."""
+    """Return windows on the device, from a stream on the host or on the device."""
     if isinstance(stream, Tensor):
         return window_there(stream, indices, length)
     return window(stream, indices, length).to(device)
 
 
 def on_device(stream: np.ndarray, device: str) -> np.ndarray | Tensor:
-    """A mapped stream as training reads it: of a GPU's memory it takes next to nothing, from the host it would wait."""
+    """Copy a mapped stream to a GPU, where it takes little memory and saves waiting for the host; unchanged on a
+    CPU."""
     if device == "cpu":
         return stream
     return torch.from_numpy(np.asarray(stream).astype(np.int32)).to(device)
@@ -171,9 +172,9 @@ def stream_loss(
     device: str,
     autocast: bool,
 ) -> float:
-    """Mean nats per token over consecutive windows of the stream, each with no context but its own.
+    """Return mean nats per token over consecutive windows of the stream, each without context from before it.
 
-    The last, shorter window is left out.
+    The last, shorter window is skipped.
     """
     model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -188,13 +189,13 @@ def stream_loss(
 
 
 def learning_rate(config: Pretraining, step: int, progress: float) -> float:
-    """Linear over the first steps, then a cosine down to `FINAL_LR_SHARE`; `progress` runs from 0 to 1."""
+    """Return the learning rate: linear warm-up, then a cosine down to `FINAL_LR_SHARE`; `progress` runs from 0 to 1."""
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return config.lr * min(1.0, (step + 1) / WARM_UP_STEPS) * (FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * cosine)
 
 
 def adamw(model: LlamaForCausalLM, config: Pretraining) -> torch.optim.Optimizer:
-    """Fused AdamW; matrices decay, norms do not."""
+    """Build fused AdamW with weight decay on matrices, not on norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     norms = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -213,10 +214,10 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     compiled: bool = False,
 ) -> tuple[int, int]:
-    """Train in place; returns (steps, tokens seen). Windows are drawn without replacement within an epoch.
+    """Train in place; return (steps, tokens seen). Windows are drawn without replacement within an epoch.
 
-    held_out: tokens of the validations that `judge_every` asks for; the best weights are put back at the end. state:
-    where to go on from, and to save to. stop: asked after each step; True saves and raises Stopped.
+    held_out: validation tokens for `judge_every`; the best weights are restored at the end. state: state to resume from
+    and save to. stop: called after each step; True saves and raises Stopped.
     """
     model.train()
     optimizer = adamw(model, config)
@@ -285,7 +286,7 @@ def _judge(
     device: str,
     log: Callable[[str], None],
 ) -> None:
-    """One validation; keeps the weights in `best` where it is the lowest so far."""
+    """Validate once; store the weights in `best` if the loss is the lowest so far."""
     nats = stream_loss(model, held_out, length=config.sequence, batch=config.batch, device=device, autocast=True)
     log(f"step {standing.step}  validation {nats:.4f} nats per token")
     if standing.best is None or nats < standing.best:
@@ -301,20 +302,20 @@ def _put_back(model: LlamaForCausalLM, best: dict[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Text:
-    """Where text comes from."""
+    """Text sources of pretraining."""
 
     data: Path
     passages: tuple[Path, ...] = ()
     tags: tuple[Path, ...] = ()
-    """Of each file of passages; none: all rows."""
+    """One for each file of passages; empty: use all rows."""
 
     def tokenizer(self) -> Iterator[str]:
-        """What the tokenizer is trained on."""
+        """Yield the texts that the tokenizer is trained on."""
         yield from documents(self.data, "general-train-0.jsonl.xz")
         yield from self._passages()
 
     def training(self) -> Iterator[str]:
-        """What the model is trained on."""
+        """Yield the texts that the model is trained on."""
         yield from documents(self.data, "general-train-*.jsonl.xz")
         yield from self._passages()
 
@@ -341,9 +342,10 @@ def pretrain(
     stop: Callable[[], bool] = lambda: False,
     compiled: bool = False,
 ) -> dict[str, object]:
-    """Make tokenizer, model and card in `out`; returns the card. Raises Stopped where `stop` says so.
+    """Train tokenizer and model and write them with the card to `out`; return the card. Raises Stopped if `stop` is
+    True.
 
-    work: where tokens and state lie until it is done; by default OUT.work.
+    work: folder of tokens and state until training is done; by default OUT.work.
     """
     text = text or Text(data)
     work = work or out.with_name(f"{out.name}.work")
@@ -388,7 +390,7 @@ def pretrain(
 
 
 def _tokenizer(folder: Path, text: Text, config: Pretraining) -> PreTrainedTokenizerFast:
-    """Trained once, and then read back."""
+    """Train the tokenizer once, then load it from `folder`."""
     from transformers import AutoTokenizer
 
     if not folder.is_dir():
@@ -402,7 +404,7 @@ def _tokenizer(folder: Path, text: Text, config: Pretraining) -> PreTrainedToken
 
 
 def _stopper(minutes: float | None) -> Callable[[], bool]:
-    """True once so many minutes are over, or a signal asks this process to end."""
+    """Return a function that is True after so many minutes, or once a signal asks this process to stop."""
     asked: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, frame: asked.append(received))

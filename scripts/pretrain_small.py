@@ -1,17 +1,17 @@
-"""Pretrain the small encoder or encoder-decoder that ships beside the decoder, with the decoder's tokenizer.
+"""Pretrain the small shipped encoder or encoder-decoder, with the decoder's tokenizer.
 
     python -m scripts.pretrain_small encoder --data DIR --out DIR     # flatshift-encoder-3m: masked language modelling
     python -m scripts.pretrain_small seq2seq --data DIR --out DIR     # flatshift-t5-3m: span corruption
 
-DIR holds `general-train-0.jsonl.xz` and `general-val.jsonl.xz` with a `text` per line. Both begin with the embedding
-and two blocks of the decoder. The encoder's tokens may see what follows (as BehnamGhader et al. 2404.05961 make
-encoders of decoders; the EuroBERT architecture of transformers is Llama's without the causal mask), and it learns to
-tell 15 % of a window's tokens, 80/10/10 as in BERT. The encoder-decoder (T5 architecture) has one block on either side
-and learns to write half of a window that was cut out of it in spans of eight (span corruption, Raffel et al.
-1910.10683, §3.1.4; as much as Tay et al. 2205.05131 cut out in their X-denoising, because so small a budget needs many
-targets). The learning rate follows a cosine over the token budget and every draw comes from `--seed`, so that one
-machine, thread count and command give the same weights. State is kept beside OUT every `--save-every` steps; the same
-command goes on from there.
+DIR holds `general-train-0.jsonl.xz` and `general-val.jsonl.xz` with a `text` per line. Both start from the embedding
+and two blocks of the decoder. The encoder attends in both directions (as BehnamGhader et al. 2404.05961 turn decoders
+into encoders; the EuroBERT architecture of transformers is Llama's without the causal mask), and learns to predict 15 %
+of a window's tokens, 80/10/10 as in BERT. The encoder-decoder (T5 architecture) has one block on either side and learns
+to generate half of a window that was cut out of it in spans of eight (span corruption, Raffel et al. 1910.10683,
+§3.1.4; as much as Tay et al. 2205.05131 cut out in their X-denoising, because so small a budget needs many targets).
+The learning rate follows a cosine over the token budget and every draw is keyed by `--seed`, so that one machine,
+thread count and command give the same weights. State is saved next to OUT every `--save-every` steps; the same command
+continues from there.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _MODEL, _FIRST, _SECOND, _POSITION = "model.", "exp_avg.", "exp_avg_sq.", "state
 
 @dataclass(frozen=True)
 class Small:
-    """What is trained, and for how long. The defaults are those of the shipped ones."""
+    """Model and training budget. The defaults are those of the shipped models."""
 
     kind: str = "encoder"
-    blocks: tuple[int, ...] = (0, 5)  # of the decoder: the encoder's layers, or one of either side; sizes are its own
-    sequence: int = 128  # tokens of a window of text; windows may span documents
+    blocks: tuple[int, ...] = (0, 5)  # of the decoder: the encoder's layers, or one for each side; sizes are its own
+    sequence: int = 128  # tokens per window of text; windows may span documents
     batch: int = 8
     lr: float = 2e-3
     seed: int = 0
@@ -70,9 +70,10 @@ SEQ2SEQ = Small(kind="seq2seq")
 
 
 def make_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """The shipped decoder's tokenizer with what `kind` needs: `<mask>`, or the sentinels `<extra_id_0>` and so on.
+    """Build the shipped decoder's tokenizer plus the tokens of `kind`: `<mask>`, or the sentinels `<extra_id_0>` etc.
 
-    `<bos>` and `<eos>` stand around and between the encoder's texts; the encoder-decoder closes both sides by `<eos>`.
+    The encoder's texts get `<bos>` and `<eos>` around and between them; the encoder-decoder ends both sides with
+    `<eos>`.
     """
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -106,11 +107,11 @@ def _close(tokenizer: Tokenizer, single: str, pair: str) -> None:
 
 @torch.no_grad()
 def build_model(config: Small, vocabulary: int) -> PreTrainedModel:
-    """A model made of the shipped decoder, and of draws from `config.seed` where that has nothing to give."""
+    """Build a model from the shipped decoder's weights, and from draws keyed by `config.seed` for the rest."""
     import transformers as tf
 
     decoder: Any = tf.AutoModelForCausalLM.from_pretrained(assets.backbone(TOKENIZER), dtype=torch.float32)
-    with torch.random.fork_rng(devices=[]):  # constructors draw from the global generator; ours replaces it below
+    with torch.random.fork_rng(devices=[]):  # constructors draw from the global generator; our draws follow below
         model: Any = (_encoder if config.kind == "encoder" else _encoder_decoder)(decoder, config, vocabulary)
     table, known = model.get_input_embeddings().weight, decoder.model.embed_tokens.weight
     table[: len(known)] = known
@@ -123,7 +124,7 @@ def build_model(config: Small, vocabulary: int) -> PreTrainedModel:
 
 
 def _encoder(decoder: Any, config: Small, vocabulary: int) -> PreTrainedModel:
-    """Some blocks and the last norm of the decoder, without its causal mask."""
+    """Build an encoder from some blocks and the last norm of the decoder, without its causal mask."""
     import transformers as tf
 
     old = decoder.config
@@ -153,11 +154,11 @@ def _encoder(decoder: Any, config: Small, vocabulary: int) -> PreTrainedModel:
 
 
 def _encoder_decoder(decoder: Any, config: Small, vocabulary: int) -> PreTrainedModel:
-    """One block of the decoder on either side, with T5's relative positions (0 at first) in place of rotations.
+    """Build an encoder-decoder from one decoder block per side, with T5's relative positions (initially 0) for RoPE.
 
     T5 does not divide scores by the root of a head's width, and multiplies a tied head's input by that of 1 / width:
-    queries are scaled down and the last norm up, so that both compute what they did. Cross attention begins at random
-    and gives next to nothing.
+    queries are scaled down and the last norm up, so that both compute the same as before. Cross attention is
+    initialised at random with nearly no output.
     """
     import transformers as tf
 
@@ -190,7 +191,7 @@ def _encoder_decoder(decoder: Any, config: Small, vocabulary: int) -> PreTrained
     groups = old.num_attention_heads // old.num_key_value_heads
 
     def spread(weight: Tensor) -> Tensor:
-        """Keys or values of each head, from those that heads share."""
+        """Repeat shared key or value heads for every query head."""
         shared = weight.view(old.num_key_value_heads, old.head_dim, old.hidden_size)
         return shared.repeat_interleave(groups, dim=0).flatten(0, 1)
 
@@ -214,7 +215,7 @@ def _encoder_decoder(decoder: Any, config: Small, vocabulary: int) -> PreTrained
 
 
 def masked_batch(stream: NDArray, chosen: NDArray, config: Small, masking: Masking, *names: Any) -> dict[str, Tensor]:
-    """Windows as `<bos> text <eos>` (B, T) with hidden tokens, and labels (B, T); `names` key the draw."""
+    """Return windows as `<bos> text <eos>` (B, T) with hidden tokens, and labels (B, T); `names` key the draw."""
     length = config.sequence - 2
     read, labels = [], []
     for row, i in enumerate(chosen):
@@ -227,7 +228,7 @@ def masked_batch(stream: NDArray, chosen: NDArray, config: Small, masking: Maski
 
 
 def corrupted_batch(stream: NDArray, chosen: NDArray, config: Small, sentinel: int, *names: Any) -> dict[str, Tensor]:
-    """Windows whose spans are cut out: what the encoder reads (B, T), and labels (B, U) that name and give the spans.
+    """Return windows with spans cut out as encoder input (B, T), and labels (B, U): each span's sentinel and tokens.
 
     All windows lose as many tokens in as many spans, so nothing is padded.
     """
@@ -254,7 +255,7 @@ def corrupted_batch(stream: NDArray, chosen: NDArray, config: Small, sentinel: i
 
 
 def _segments(total: int, parts: int, rng: np.random.Generator) -> NDArray:
-    """`parts` positive lengths with this sum, every composition as likely."""
+    """Draw `parts` positive lengths with this sum, uniformly over all compositions."""
     borders = np.sort(rng.choice(total - 1, size=parts - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], borders, [total]]))
 
@@ -280,7 +281,7 @@ class Objective:
         return corrupted_batch(stream, chosen, self.config, self.sentinel, *names)
 
     def scores(self, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Logits (n, V) of the tokens that are to be told, and these tokens (n,)."""
+        """Return logits (n, V) of the tokens to predict, and these tokens (n,)."""
         if self.masking is not None:
             hidden = model.model(batch["input_ids"]).last_hidden_state
             told = batch["labels"] != IGNORE
@@ -292,7 +293,8 @@ class Objective:
 
 
 def train(model: Any, stream: NDArray, objective: Objective, state: Path, log: Any = print) -> tuple[int, float]:
-    """Train in place, from `state` on if it is there; returns (steps, CPU seconds). Windows come once an epoch."""
+    """Train in place, resuming from `state` if it exists; return (steps, CPU seconds). Each window is seen once per
+    epoch."""
     config = objective.config
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -356,13 +358,16 @@ def _restore(state: Path, model: Any, optimizer: Any) -> tuple[int, float]:
     return about["step"], about["cpu_seconds"]
 
 
-# ------------------------------------------------------------------------------------------------ judging
+# ------------------------------------------------------------------------------------------------ evaluation
 
 
 @torch.no_grad()
 def held_out(model: Any, stream: NDArray, unigram: NDArray, objective: Objective) -> dict[str, float]:
-    """On all windows of `stream` under one draw: nats and share right of the text tokens to be told (sentinels and
-    `<eos>` left out), and the nats of `unigram` log-probabilities on the same tokens."""
+    """Evaluate on all windows of `stream` under one draw.
+
+    Returns nats and accuracy on the text tokens to predict (without sentinels and `<eos>`), and the nats of `unigram`
+    log-probabilities on the same tokens.
+    """
     model.eval()
     nats = right = count = common = 0.0
     windows = objective.windows(stream)
@@ -384,13 +389,13 @@ def held_out(model: Any, stream: NDArray, unigram: NDArray, objective: Objective
 
 
 def unigram_of(stream: NDArray, vocabulary: int) -> NDArray:
-    """Log-probabilities (V,) by counting, one more of each token."""
+    """Return log-probabilities (V,) from add-one smoothed counts."""
     counts = np.bincount(stream, minlength=vocabulary) + 1.0
     return np.log(counts / counts.sum())
 
 
 def pretrain(data: Path, out: Path, config: Small) -> dict[str, Any]:
-    """Make tokenizer, model and card.json in `out`; returns the card."""
+    """Train, and write tokenizer, model and card.json to `out`; return the card."""
     tokenizer = make_tokenizer(config.kind)
     objective = Objective(config, tokenizer)
     stream, size = token_stream(tokenizer, _first(documents(data, "general-train-0.jsonl.xz"), config.tokens))
@@ -401,7 +406,7 @@ def pretrain(data: Path, out: Path, config: Small) -> dict[str, Any]:
     print(f"{model.num_parameters():,} parameters; {len(stream):,} training and {len(heldout):,} validation tokens")
     state = out.with_name(out.name + ".state")
     steps, seconds = train(model, stream, objective, state)
-    model.to(torch.bfloat16).float()  # judged is what ships
+    model.to(torch.bfloat16).float()  # evaluate the weights as shipped, rounded to bf16
     found = held_out(model, heldout, unigram_of(stream, len(tokenizer) - _specials(config)), objective)
     card: dict[str, Any] = {
         "parameters": model.num_parameters(),
@@ -424,7 +429,8 @@ def pretrain(data: Path, out: Path, config: Small) -> dict[str, Any]:
 
 
 def _first(texts: Iterator[str], tokens: int) -> Iterator[str]:
-    """The first texts that have `tokens` tokens at five bytes each, which is more than one has."""
+    """Yield the first texts that contain `tokens` tokens, assuming five bytes per token, more than the actual
+    average."""
     left = 5 * tokens
     for text in texts:
         yield text
@@ -434,7 +440,7 @@ def _first(texts: Iterator[str], tokens: int) -> Iterator[str]:
 
 
 def _specials(config: Small) -> int:
-    """Tokens that were added to the decoder's."""
+    """Return the number of tokens added to the decoder's."""
     return 1 if config.kind == "encoder" else SENTINELS
 
 

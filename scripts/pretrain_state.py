@@ -1,4 +1,4 @@
-"""What a pretraining run leaves behind to be gone on with: weights, AdamW's moments, the best weights, and how far."""
+"""Resumable state of a pretraining run: weights, AdamW's moments, the best weights, and progress."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from flatshift.finetune import atomic
 
 
 class Stopped(Exception):
-    """The command's time is over before the budget; the state is saved."""
+    """Raised when the command stops before the budget is used; the state is saved."""
 
 
 @dataclass
 class Standing:
-    """How far training has come."""
+    """Progress of training."""
 
     step: int = 0
     seconds: float = 0.0
@@ -29,16 +29,16 @@ class Standing:
 
 
 class State:
-    """The folder of a run that may be stopped: weights, moments and the best weights as safetensors, and `Standing`."""
+    """State folder of a resumable run: weights, moments and the best weights as safetensors, and `Standing`."""
 
     def __init__(self, folder: Path, known: dict[str, Any]) -> None:
-        """known: what must be the same for a run to go on."""
+        """known: settings that must be the same for a run to be resumed."""
         self.folder, self.known = folder, json.loads(json.dumps(known))
         self.seconds = 0.0
-        """Of training, at its end, all attempts together."""
+        """Training time at its end, summed over all attempts."""
 
     def save(self, model: Any, optimizer: torch.optim.Optimizer, standing: Standing, best: dict[str, Tensor]) -> None:
-        """Put all of it in place of what there is, whole or not at all."""
+        """Replace the saved state, atomically."""
         from safetensors.torch import save_file
 
         tensors: dict[str, Tensor] = {f"best.{name}": tensor for name, tensor in best.items()}
@@ -55,7 +55,7 @@ class State:
 
     @torch.no_grad()
     def restore(self, model: Any, optimizer: torch.optim.Optimizer) -> tuple[Standing, dict[str, Tensor]]:
-        """What was saved, put into model and optimizer; the beginning where there is nothing.
+        """Load the saved state into model and optimizer; return the initial state if nothing is saved.
 
         Raises SystemExit for the state of other settings.
         """

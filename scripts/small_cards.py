@@ -1,8 +1,8 @@
-"""Write the model cards of the small encoder and encoder-decoder from what their pretraining measured.
+"""Write the model cards of the small encoder and encoder-decoder from the measurements of their pretraining.
 
     python -m scripts.small_cards finetune/backbones/flatshift-encoder-3m finetune/backbones/flatshift-t5-3m
 
-Every number comes from the `card.json` that `scripts.pretrain_small` left in the folder, or from config.json.
+Every number comes from the `card.json` that `scripts.pretrain_small` wrote into the folder, or from config.json.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ python -m scripts.small_cards DIR
 
 
 def render(folder: Path) -> str:
-    """The card of the model in `folder`."""
+    """Return the card of the model in `folder`."""
     card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return (_encoder if card["args"]["kind"] == "encoder" else _seq2seq)(folder.name, card, config)

@@ -26,7 +26,7 @@ Nothing here has run on a CUDA device yet: [what is known without one](cuda.md).
 
 
 def signature(name: str, value: Any) -> str:
-    """`name(argument: type = default, …)`, broken where it is long."""
+    """Return `name(argument: type = default, …)`, on several lines if it is long."""
     found = inspect.signature(value)
     kept = [one for one in found.parameters.values() if one.name not in ("self", "cls")]
     parts = [parameter(one) for one in kept]
@@ -40,7 +40,7 @@ def signature(name: str, value: Any) -> str:
 
 
 def parameter(one: inspect.Parameter) -> str:
-    """`name: type = default`."""
+    """Return `name: type = default`."""
     stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**"}.get(one.kind, "")
     kind = "" if one.annotation is one.empty else f": {one.annotation}"
     shown = "…" if callable(one.default) else repr(one.default)
@@ -49,7 +49,7 @@ def parameter(one: inspect.Parameter) -> str:
 
 
 def text(value: Any) -> str:
-    """A docstring as Markdown: its indented parts are code."""
+    """Return a docstring as Markdown; its indented parts become code blocks."""
     said = inspect.cleandoc(value.__doc__ or "")
     return re.sub(
         r"(?:^    .*\n?)+", lambda m: f"```python\n{textwrap.dedent(m.group()).strip()}\n```\n", said, flags=re.M
@@ -57,7 +57,7 @@ def text(value: Any) -> str:
 
 
 def of_class(name: str, value: type) -> list[str]:
-    """A class with what is public of it."""
+    """Return the section of a class with its public members."""
     lines = [f"## {name}", "", f"```python\n{signature(name, value)}\n```", "", text(value), ""]
     for key, member in vars(value).items():
         if key.startswith("_") or not (
@@ -74,13 +74,13 @@ def of_class(name: str, value: type) -> list[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     lines = [HEAD]
     for name in flatshift.__all__:
         value = getattr(flatshift, name)
         if name == "__version__":
             continue
-        if name == "Recipe":  # its keys have a page
+        if name == "Recipe":  # its keys have their own page
             lines += ["## Recipe", "", f"{text(value)} Its keys: [recipes.md](recipes.md).", ""]
         elif inspect.isclass(value) and not issubclass(value, Exception):
             lines += of_class(name, value)

@@ -36,7 +36,7 @@ Nothing here has run on a CUDA device yet: [what is known without one](cuda.md).
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Field name → the string literal that follows it in the class body, or in that of a base."""
+    """Return field name → the string literal that follows it in the class body, or in that of a base."""
     docs = {}
     for base in reversed([base for base in cls.__mro__ if dataclasses.is_dataclass(base)]):
         (tree,) = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
@@ -50,7 +50,8 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def rows(cls: type, path: str = "", *, tagged: bool = False) -> list[str]:
-    """Markdown table rows of a dataclass and all below it; tagged: it is one of several, told apart by `kind`."""
+    """Return Markdown table rows of a dataclass and its components; tagged: it is one of several, selected by
+    `kind`."""
     hints = typing.get_type_hints(cls)
     docs = field_docs(cls)
     out = []
@@ -97,7 +98,7 @@ def _kinds(field: dataclasses.Field, hint: Any) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     table = ["| key | default | meaning |", "|---|---|---|", *(row.replace("||", "\\|\\|") for row in rows(Recipe))]
     return HEAD + "\n" + "\n".join(table) + "\n"
 

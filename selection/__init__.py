@@ -1,4 +1,4 @@
-"""Pools and targets in; scored and chosen samples out. Knows no model: features come as arrays or by callables."""
+"""Selection of samples from a pool for a target. Knows no model: features are given as arrays or by callables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _HEAVY = {
     "RandomProjection": "features.projection",
     "sinkhorn_potentials": "transport.solver",
 }
-"""What brings NumPy or torch, by its module."""
+"""Names whose modules import NumPy or torch; loaded on first use."""
 
 __all__ = [
     "AutoSelector",

@@ -1,4 +1,4 @@
-"""How warm-up data is selected: the table of methods and embedders, chosen by `kind`. Imports nothing heavy."""
+"""Settings of warm-up data selection: the table of methods and embedders, chosen by `kind`. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Inner = (
     | Perplexity
     | Length
 )
-"""What may rank the rows inside a domain: every method by itself."""
+"""Methods that can rank the rows inside a domain."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class Domains:
     """Domain: weight (scaled to sum 1; a domain that is not named gets none). Empty: as in the target's domain
     column."""
     inside: Inner = field(default_factory=Random)
-    """The method that ranks the rows of a domain, fitted on the whole pool; not with rounds of its own, and no row is
-    taken twice."""
+    """Method that ranks the rows of a domain, fitted on the whole pool; without its own rounds, and no row is taken
+    twice."""
 
     def __post_init__(self) -> None:
         for name, share in self.shares.items():
@@ -92,7 +92,10 @@ def build_selector(
     device: str = "cpu",
     state: str | None = None,
 ) -> Selector:
-    """The selector that `method` describes, with what `Around` says. Raises SelectionError for another type."""
+    """Build the selector that `method` describes, with the other arguments as its SelectorContext.
+
+    Raises SelectionError for another type.
+    """
     if not isinstance(method, Method):
         raise SelectionError(
             f"no selector for {type(method).__name__}; use one of the methods of flatshift.selection.config"
@@ -101,24 +104,24 @@ def build_selector(
 
 
 def ranking(method: Method) -> Method:
-    """The method that ranks rows: inside domains the inner one."""
+    """Return the method that ranks rows: for `domains`, the inner one."""
     return method.inside if isinstance(method, Domains) else method
 
 
 def needs(method: Method) -> frozenset[str]:
-    """What a method works on: of "texts", "tokens" (of the backbone), "features", "gradients" (as features), "losses",
-    "domains", "negative"."""
+    """Return the inputs a method needs: a subset of "texts", "tokens" (of the backbone), "features", "gradients" (as
+    features), "losses", "domains", "negative"."""
     inside = method.inside.needs if isinstance(method, Domains) else ()
     return frozenset((*method.needs, *inside))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """The pool's texts cut into pieces of one length, as the paper does. A piece is a record of its own: id
-    `<id>#<k>`, with `source_id`, `start` and `end` (characters of the source text) beside it."""
+    """Splitting of the pool's texts into pieces of one length, as in the paper. Each piece becomes a record with id
+    `<id>#<k>` and the columns `source_id`, `start` and `end` (characters of the source text)."""
 
     unit: Literal["words", "chars", "tokens"] = "words"
-    """What is counted; `tokens`: of the backbone's tokenizer."""
+    """Unit of the length; `tokens`: of the backbone's tokenizer."""
     size: int = 160
     """Length of a piece; the last of a text may be shorter."""
 
@@ -128,19 +131,19 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Relevance:
-    """Domains of the pool judged as wholes: the transport distance from a sample of each to the target, as the paper
-    does before it selects. Needs a domain column."""
+    """Relevance of whole pool domains: the transport distance from a sample of each to the target, as in the paper
+    before its selection. Needs a domain column."""
 
     use: Literal["choose", "weight"] = "choose"
     """`choose`: only the nearest domains stay in the pool. `weight`: all stay, and the nearer a domain, the more mass
     its rows have in the transport problem (gotd)."""
     keep: int = 2
-    """Domains that stay (`choose`; the paper: 2 to 4)."""
+    """Number of domains that stay (`choose`; the paper: 2 to 4)."""
     temperature: float = 1.0
-    """`weight`: a domain's mass goes with exp(−(distance − smallest) / (temperature · (mean distance − smallest))). The
-    paper says only that relevance decides, so this form is ours."""
+    """`weight`: a domain's mass is proportional to exp(−(distance − smallest) / (temperature · (mean distance −
+    smallest))). The paper says only that relevance decides, so this form is ours."""
     sample: int = 10_000
-    """Records of each domain, drawn by seed, that stand for it."""
+    """Records that represent each domain, drawn by seed."""
     epsilon: float = 0.05
     """Entropic regularisation, as a multiple of the mean cost over all samples; the same for every domain."""
 

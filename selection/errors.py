@@ -1,4 +1,4 @@
-"""The errors that bad selection input raises, and the warning of an unfinished solve."""
+"""Exceptions of bad selection input, and the warning of an unfinished solve."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 class SelectionError(ValueError):
-    """A mistake in pool, target, features or settings: one sentence with what, where and the nearest valid fix."""
+    """A mistake in pool, target, features or settings: one sentence with the problem, its place and the nearest fix."""
 
 
 class BadRow(SelectionError):
-    """A row of features that cannot be used: row `row` of the matrix given for `side`.
+    """An invalid row of features: row `row` of the matrix given for `side`.
 
-    told: what is wrong with it. fix: what to do. bad: rows (n, d) → (n,) bool, the rows with that fault, so that a
-    caller who filtered or joined rows finds the one in a matrix of its own.
+    told: description of the fault. fix: how to repair it. bad: function rows (n, d) → (n,) bool, the rows with that
+    fault, so that a caller who filtered or joined rows can find them in another matrix.
     """
 
     def __init__(self, side: str, row: int, told: str, fix: str, bad: Callable[[np.ndarray], np.ndarray]):
@@ -28,7 +28,7 @@ class BadRow(SelectionError):
 
 
 class TooLittleMemory(SelectionError):
-    """The solver's memory cap `given` is below the `needed` bytes for so many rows and targets."""
+    """The solver's memory limit `given` is below the `needed` bytes for so many rows and targets."""
 
     def __init__(self, given: int, needed: int, rows: int, targets: int):
         super().__init__(
@@ -39,9 +39,9 @@ class TooLittleMemory(SelectionError):
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether the disk, or the user's share of it, had no room left: no mistake in the input, and resumable."""
+    """True if the disk or the user's quota is full: not a mistake in the input, and resumable."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class ConvergenceWarning(UserWarning):
-    """The transport solver stopped before its tolerance; the result says how far it got."""
+    """The transport solver stopped before its tolerance; the result reports the error reached."""

@@ -1,4 +1,4 @@
-"""NumPy at its first use: settings stand beside what they configure, and a recipe is read without NumPy."""
+"""NumPy imported on first use, so that a recipe's settings can be read without it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers hand in, checked: feature matrices, weights, names and texts, and settings that several parts share."""
+"""Validation of callers' input: feature matrices, weights, names and texts, and settings shared by several parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flatshift.selection.lazy import np
 
 
 def feature_matrix(value: Any, side: str) -> Any:
-    """`value` where it is a matrix of real numbers that is not empty: arrays and memory maps as they are, never copied.
+    """Return `value` if it is a non-empty matrix of real numbers: arrays and memory maps as they are, never copied.
 
     Tensors and nested lists become arrays. Raises SelectionError.
     """
@@ -47,13 +47,13 @@ def same_width(x: Any, y: Any) -> None:
 
 
 def no_overflow(values: Any, what: str = "squared distances") -> None:
-    """Raise SelectionError unless all of `values`, `what` features were multiplied into, are finite."""
+    """Raise SelectionError unless all of `values`, the product `what` of features, are finite."""
     if not np.isfinite(values).all():
         raise SelectionError(f"features are so large that {what} overflow; rescale them")
 
 
 def real_weights(value: Any, side: str) -> np.ndarray:
-    """A float64 array of its own. Raises SelectionError for what is not numbers."""
+    """Copy to a float64 array. Raises SelectionError for anything but numbers."""
     try:
         return np.array(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
@@ -61,9 +61,9 @@ def real_weights(value: Any, side: str) -> np.ndarray:
 
 
 def strings(value: Any, name: str) -> None:
-    """Raise SelectionError naming the first entry of `value`, where it is held in memory, that is no string."""
+    """Raise SelectionError naming the first entry of `value` that is no string, if it is held in memory."""
     held = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(held, list | tuple):  # read from disk a part at a time, where only text is kept
+    if not isinstance(held, list | tuple):  # read from disk in parts, which only store text
         return
     bad = next((row for row, entry in enumerate(held) if not isinstance(entry, str)), None)
     if bad is not None:
@@ -71,7 +71,7 @@ def strings(value: Any, name: str) -> None:
 
 
 def is_real(value: Any) -> bool:
-    """Whether `value` is a finite real number of Python's or NumPy's."""
+    """True if `value` is a finite real number of Python's or NumPy's."""
     return isinstance(value, int | float | np.integer | np.floating) and math.isfinite(value)
 
 
@@ -90,11 +90,11 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorContext:
-    """What a selector is made with beside its settings.
+    """Arguments of a selector other than its settings.
 
-    seed: for those that draw. budget: for those that shape their selection for one size (gotd in rounds, domains), and
-    for the overlap that gotd measures. measure: texts → mean −log p per token, for perplexity. device: of the transport
-    solver. state: directory in which a long solve of gotd leaves what it needs to go on after a kill.
+    seed: for random draws. budget: for methods that optimise their selection for one size (gotd in rounds, domains),
+    and for the overlap that gotd measures. measure: texts → mean −log p per token, for perplexity. device: of the
+    transport solver. state: directory in which a long solve of gotd saves its state for resuming after a kill.
     """
 
     seed: int
@@ -105,15 +105,15 @@ class SelectorContext:
 
 
 def from_settings(selector: type[Made], settings: Any, around: SelectorContext, **more: Any) -> Made:
-    """`selector` with each parameter that `more`, `settings` or `around` has a value for, by name."""
+    """Build `selector` with each parameter found in `more`, `settings` or `around`, by name."""
     known = {field.name: getattr(part, field.name) for part in (around, settings) for field in fields(part)} | more
     return selector(**{name: known[name] for name in signature(selector).parameters if name in known})
 
 
 def check(settings: Any, *names: str, above: float = -inf, least: float = -inf, most: float = inf) -> None:
-    """Refuse fields that are not finite, not above `above`, below `least` or over `most`; None passes.
+    """Raise ValueError for fields that are not finite, not above `above`, below `least` or over `most`; None passes.
 
-    Raises ValueError that begins with the field's name, so that a recipe loader can say where it was set.
+    The message begins with the field's name, so that a recipe loader can add where it was set.
     """
     for name in names:
         value = getattr(settings, name)

@@ -15,7 +15,7 @@ from transformers import (
 
 import flatshift.finetune.evaluate
 import flatshift.finetune.parallel.build
-import flatshift.finetune.train.loop
+import flatshift.finetune.train.trainer
 from flatshift import regularizers
 
 __all__ = [

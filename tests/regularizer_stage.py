@@ -13,7 +13,8 @@ from flatshift.finetune.models.fingerprint import checksum
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import RegularizerConfig, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -51,7 +52,7 @@ def _train(config: RegularizerConfig, folder: Path, run: RunDirectory, *, stop: 
     model = attach_adapter(load_backbone(folder / "backbone", task=task), Adapter(rank=4), task=task, seed=0)
     before = checksum(model)
     try:
-        train_stage(
+        Trainer(
             model,
             PadOnly(),
             TrainingStage(
@@ -67,7 +68,7 @@ def _train(config: RegularizerConfig, folder: Path, run: RunDirectory, *, stop: 
                 seed=0,
                 stop=stop,
             ),
-        )
+        ).fit()
     finally:
         assert checksum(model) == before
     return model

@@ -8,7 +8,8 @@ from typing import Any
 from flatshift.finetune.config import Evaluate
 from flatshift.finetune.errors import Interrupted
 from flatshift.finetune.run_directory import RunDirectory
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
 from tests.finetune_models import PadOnly
 
@@ -19,7 +20,7 @@ def run_or_stop(
     """Begin the fine-tune stage of `directory`, or go on with it; the adapter's folder, None if it was stopped.
 
     writes: False on the ranks of a mesh that write nothing.
-    stage: of `train_stage`: task, batches, optimizer and train, and what differs from a plain stage without dev rows.
+    stage: of `Trainer`: task, batches, optimizer and train, and what differs from a plain stage without dev rows.
     """
     if not writes:
         run = RunDirectory(directory, writes=False)
@@ -28,7 +29,7 @@ def run_or_stop(
     last = [0]
     usual = {"dev": [], "evaluate": Evaluate(batch_size=4), "regularizer": build(Plain()), "seed": 0}
     try:
-        train_stage(
+        Trainer(
             model,
             PadOnly(),
             TrainingStage(
@@ -38,7 +39,7 @@ def run_or_stop(
                 stop=lambda: last[0] == stop_at,
                 **{**usual, **stage},
             ),
-        )
+        ).fit()
     except Interrupted:
         return None
     return directory / "stages" / "fine-tune" / "adapter"

@@ -45,7 +45,7 @@ def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int,
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.config import Adapter
     from flatshift.finetune.models.load import load_backbone
-    from flatshift.finetune.train.loop import train_stage
+    from flatshift.finetune.train.trainer import Trainer
 
     made = objective("completion", rows=rows, length=length, limit=limit)
     loaded = load_backbone(made.backbone, task=made.task, precision="bf16", quantization=kind, device=device)
@@ -53,7 +53,7 @@ def _mean(kind: Any, device: str, steps: int, tail: int, rows: int, length: int,
     losses: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         stage = _stage(made.task, made.batches, device, steps, Path(folder) / "run")
-        train_stage(model, made.tokenizer, replace(stage, on_step=lambda line: losses.append(line["loss"])))
+        Trainer(model, made.tokenizer, replace(stage, on_step=lambda line: losses.append(line["loss"]))).fit()
     return sum(losses[-tail:]) / tail
 
 

@@ -140,7 +140,8 @@ def trained(
     from flatshift.finetune.config import Adapter, Evaluate, Optimizer, Train
     from flatshift.finetune.models.load import load_backbone
     from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.finetune.train.trainer import Trainer
     from flatshift.regularizers import build
 
     backbone = load_backbone(
@@ -155,7 +156,7 @@ def trained(
         if on_step is not None:
             on_step(line)
 
-    train_stage(
+    Trainer(
         model,
         made.tokenizer,
         TrainingStage(
@@ -180,7 +181,7 @@ def trained(
             seed=SEED,
             on_step=note,
         ),
-    )
+    ).fit()
     return losses, {name: p.detach().cpu().double() - start[name] for name, p in trainable(model).items()}
 
 

@@ -167,7 +167,7 @@ def waits(
     from benchmarks._rehearsal import REGULARIZERS
     from benchmarks.gpu.llama import Shape
     from benchmarks.gpu.speed import Case, stage_of
-    from flatshift.finetune.train.loop import train_stage
+    from flatshift.finetune.train.trainer import Trainer
 
     marks: list[int] = []
     precision = "bf16" if device.startswith("cuda") else "fp32"  # autocast of a CPU is not that of the rehearsal
@@ -181,7 +181,7 @@ def waits(
         model, tokenizer, stage = stage_of(
             case, device, Path(folder) / "run", regularizer=REGULARIZERS[regularizer], stop=passed
         )
-        train_stage(model, tokenizer, replace(stage, train=replace(stage.train, steps=warm + updates + 1)))
+        Trainer(model, tokenizer, replace(stage, train=replace(stage.train, steps=warm + updates + 1))).fit()
         # The updates before are also those that find out what lasts for a stage; the last one saves.
         first, *later = marks[warm : warm + updates + 1]
         counts = [last - before for before, last in itertools.pairwise((first, *later))]

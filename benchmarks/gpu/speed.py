@@ -74,7 +74,7 @@ def settings(case: Case, device: str) -> Any:
 
 
 def stage_of(case: Case, device: str, folder: Path, *, regularizer: Any = None, **more: Any) -> tuple[Any, Any, Any]:
-    """Model, tokenizer and stage of a case, for `train_stage`. more: of `TrainingStage`, in place of the case's."""
+    """Model, tokenizer and stage of a case, for `Trainer`. more: of `TrainingStage`, in place of the case's."""
     from flatshift.finetune.config import Evaluate, Optimizer
     from flatshift.finetune.run_directory import RunDirectory
     from flatshift.finetune.tasks import LanguageModel
@@ -111,11 +111,11 @@ class Updates:
         self._error: BaseException | None = None
 
         def run() -> None:
-            from flatshift.finetune.train.loop import train_stage
+            from flatshift.finetune.train.trainer import Trainer
 
             try:
                 self._wait()
-                train_stage(model, tokenizer, replace(stage, stop=self._pause))
+                Trainer(model, tokenizer, replace(stage, stop=self._pause)).fit()
             except _Closed:
                 pass
             except BaseException as error:

@@ -1,1 +1,1 @@
-"""From a recipe's files to the encoded examples of each split."""
+"""Reading of a recipe's files into the encoded examples of each split."""

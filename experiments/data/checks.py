@@ -1,7 +1,8 @@
-"""The check of the rows before step 1 (`data.checks`): compared with one another, and with what is read of them.
+"""Checks of the rows before step 1 (`data.checks`): compared with one another, and with the parts of them that are
+read.
 
-It sees each row as it is encoded, once, and holds two hashes and two numbers of it, 28 bytes. Near copies are looked
-for by MinHash signatures, some 700 bytes a row, which lie on disk.
+Each row is seen once, as it is encoded; two hashes and two numbers of it are kept in memory, 28 bytes. Near copies are
+found by MinHash signatures, about 700 bytes a row, stored on disk.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _EXAMPLES = 10
-"""Examples of a finding that are named."""
+"""Maximum number of examples of a finding."""
 _SHOWN = 12
-"""Classes, columns or keys in one sentence."""
+"""Maximum number of classes, columns or keys in one sentence."""
 _SHORTEST = 8
-"""Characters of a prompt from which an answer that begins with it repeats it."""
+"""Minimum characters of a prompt for which an answer that begins with it counts as repeating it."""
 _CONTEXT = ("text2", "tools", "system")
 """Optional columns that are read with the prompt; the others are answers."""
 _TURN = {"role", "content", "weight", "from", "value"}
-"""Keys by which every turn is read."""
+"""Keys of a turn that are always read."""
 
 Place = tuple[Split, int]
-"""A split, and the number of an example in it."""
+"""A split and the index of an example in it."""
 
 
 @dataclass
 class _Tally:
-    """The count of one kind of finding, with the places and the description of some examples."""
+    """Count of one kind of finding, with the places and the description of some examples."""
 
     count: int = 0
     examples: list[tuple[list[Place], str]] = field(default_factory=list)
@@ -67,23 +68,23 @@ def _tally(found: Iterable[str]) -> _Tally:
 
 @dataclass
 class _Hashes:
-    """The rows of a split, in order."""
+    """Hashes and numbers of the rows of a split, in order."""
 
     keys: array[int] = field(default_factory=lambda: array("q"))
-    """Of the row: of a classifier or regression its text, of others all that it says."""
+    """Hash of the row: of its text for a classifier or regression, of all its columns otherwise."""
     texts: array[int] = field(default_factory=lambda: array("q"))
-    """Of what the model reads; only where there are classes."""
+    """Hash of the model's input; only with classes."""
     labels: array[int] = field(default_factory=lambda: array("i"))
-    """Number of its class, or set of classes; −1: not to be compared."""
+    """Number of the class, or set of classes; −1: not to be compared."""
     numbers: array[int] = field(default_factory=lambda: array("q"))
-    """Of its first example."""
+    """Index of the row's first example."""
 
 
 class RowChecks:
-    """Takes the rows of all splits as they are encoded; `close` has what was found."""
+    """Checks that take the rows of all splits as they are encoded; `close` returns the findings."""
 
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, wrong: Collection[str] = ()) -> None:
-        """wrong: ids of rows whose label is noise, which says nothing of their text."""
+        """wrong: ids of rows whose label is noise, and so independent of their text."""
         self.settings, self.task, self._wrong = recipe.data.checks, recipe.task, frozenset(wrong)
         task, projector = recipe.task, recipe.adapter.projector
         self._prompt, optional = task.prompt_columns(), task.optional_columns()
@@ -107,9 +108,10 @@ class RowChecks:
         self._near = None if self.settings.near == "off" or self._features is not None else _NearCopies()
 
     def add(self, split: Split, part: int, rows: Sequence[Row], encoded: Encoded, first: int, encoder: Any) -> None:
-        """Take a chunk of rows and what became of it.
+        """Check a chunk of rows with their encoding.
 
-        first: examples of the split before these. encoder: of these rows; one of conversations says what it reads.
+        first: examples of the split before these. encoder: of these rows; for conversations it knows which keys it
+        reads.
         """
         found: dict[str, list[int]] = {}
         for number, example in enumerate(encoded.examples):
@@ -147,7 +149,7 @@ class RowChecks:
                 self._in_answers += any(self._control.search(text) for text in self._spoken(row))
 
     def _repeats(self, row: Row, answers: Sequence[str]) -> bool:
-        """True if an answer begins with its prompt, where the one is written behind the other."""
+        """Return True if an answer begins with its prompt, where the model sees both in sequence."""
         if not self.task.causal:
             return False
         prompts = [folded(text) for name in self._prompt if isinstance(text := row.values.get(name), str)]
@@ -162,7 +164,7 @@ class RowChecks:
         return any(len(prompt) >= _SHORTEST and answer.startswith(prompt) for prompt, answer in pairs)
 
     def _spoken(self, row: Row) -> Iterator[str]:
-        """The texts of a row that are supervised."""
+        """Yield the texts of a row that are training targets."""
         yield from _texts(row, self._answers if self._answers or self.task.uses_chat_template else self._read)
         for turn in _turns(row.values.get("messages")) if self.task.uses_chat_template else ():
             if _speaks(turn):
@@ -184,7 +186,7 @@ class RowChecks:
                 self._unread.setdefault(f"key {shortened(key)!r} of turns", _Tally()).add(place)
 
     def _columns(self, split: Split, part: int, form: str) -> set[str]:
-        """The columns of a part's records that something reads."""
+        """Return the columns of a part's records that are read."""
         columns = (self._parts[split] or self._parts["train"])[part].columns
         names = (*self._all, "id", *form_columns(form, turns="messages" in self._read))
         return {*(getattr(columns, name, name) for name in names), self._features or "", *_CHOSEN}
@@ -195,7 +197,7 @@ class RowChecks:
     # ------------------------------------------------------------------------------------------------- all rows at once
 
     def close(self, train: Examples, names: Sequence[str] | None) -> list[dict[str, Any]]:
-        """The findings as plain values; `findings` makes sentences of them.
+        """Return the findings as plain values; `findings` turns them into sentences.
 
         train: the training examples. names: the classes in head order.
         """
@@ -237,9 +239,9 @@ class RowChecks:
         return made
 
     def _copied(self, split: Split) -> np.ndarray:
-        """For each row of a split (n,) the first training row that it is; −1 for none."""
+        """Return for each row of a split (n,) the index of the first equal training row; −1 for none."""
         train, own = (np.asarray(self._rows[name].keys, np.int64) for name in ("train", split))
-        if not len(train) or self._features is not None:  # rows of one text may differ in their vectors
+        if not len(train) or self._features is not None:  # rows of one text may differ in their features
             return np.full(len(own), -1)
         keys, first = np.unique(train, return_index=True)
         at = np.minimum(np.searchsorted(keys, own), len(keys) - 1)
@@ -262,7 +264,7 @@ class RowChecks:
         return tally
 
     def _conflicts(self) -> tuple[_Tally, int]:
-        """Texts with several classes, over all splits, and how many texts there are."""
+        """Return the texts with several classes, over all splits, and the number of texts."""
         held = self._rows.values()
         texts, labels, numbers = (
             np.concatenate([np.asarray(getattr(rows, name), np.int64) for rows in held])
@@ -292,7 +294,7 @@ _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
 def _texts(row: Row, names: Iterable[str]) -> Iterator[str]:
-    """The texts in these columns, those in lists and objects one by one."""
+    """Yield the texts in these columns, those in lists and objects one by one."""
     for name in names:
         yield from _leaves(row.values.get(name))
 
@@ -308,12 +310,12 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """True for two answers, texts or turns, that say the same."""
+    """Return True if two answers, texts or turns, have the same text."""
     return one is not None and [folded(text) for text in _leaves(one)] == [folded(text) for text in _leaves(other)]
 
 
 def _turns(value: Any) -> Iterator[Mapping[str, Any]]:
-    """The turns in a column, which may hold a list, one turn, or the JSON text of a list."""
+    """Yield the turns in a column that holds a list, one turn, or the JSON text of a list."""
     if isinstance(value, str) and value.lstrip()[:1] == "[":
         try:
             value = json.loads(value)
@@ -325,19 +327,19 @@ def _turns(value: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _speaks(turn: Mapping[str, Any]) -> bool:
-    """True for a turn of the assistant, in any form."""
+    """Return True for a turn of the assistant, in any format."""
     return turn.get("role", turn.get("from")) in ("assistant", "gpt", "function_call")
 
 
 def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Finds special tokens in a text, as the tokenizer does."""
+    """Return a pattern that finds special tokens in a text as the tokenizer does; None if it has none."""
     added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
     special = {text for text in (*added, *map(str, tokenizer.all_special_tokens)) if text.strip()}
     return re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True)))) if special else None
 
 
 def _writes(example: Example, token: int) -> bool:
-    """True if a token is among those that are supervised."""
+    """Return True if a token is among the target tokens."""
     return any(isinstance(labels, list) and token in labels for labels in (example.labels, example.rejected_labels))
 
 
@@ -345,7 +347,7 @@ def _writes(example: Example, token: int) -> bool:
 
 
 def class_counts(train: Examples, names: Sequence[str]) -> dict[str, int]:
-    """Training rows of each class, in head order."""
+    """Return the training rows of each class, in head order."""
     several = train.column("classes")
     if several is not None:
         counts = several.sum(axis=0)
@@ -357,7 +359,7 @@ def class_counts(train: Examples, names: Sequence[str]) -> dict[str, int]:
 
 
 def _alike(names: Sequence[str]) -> list[list[str]]:
-    """Groups of classes whose names are equal but for case, white space and Unicode form."""
+    """Return groups of classes whose names differ only in case, white space and Unicode form."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(folded(name).casefold(), []).append(name)
@@ -368,7 +370,7 @@ def _alike(names: Sequence[str]) -> list[list[str]]:
 
 
 class _NearCopies:
-    """Pairs of rows with an estimated Jaccard similarity above a threshold, between a split and the training rows."""
+    """Pairs of rows, of a split and of the training rows, with an estimated Jaccard similarity above a threshold."""
 
     def __init__(self) -> None:
         from flatshift.selection.hygiene.hygiene_config import NearDuplicates
@@ -384,7 +386,7 @@ class _NearCopies:
         self._bands: dict[Split, list[Any]] = {}
 
     def add(self, split: Split, texts: Sequence[str]) -> None:
-        """Take the next rows of a split."""
+        """Add the next rows of a split."""
         from flatshift.selection.hygiene.duplicates import normalise
         from flatshift.selection.hygiene.minhash import band_keys
         from flatshift.selection.hygiene.store import Growing
@@ -398,8 +400,10 @@ class _NearCopies:
             band.append(keys)
 
     def pairs(self, split: Split) -> Iterator[tuple[int, int, float]]:
-        """Each row of a split that is nearly a training row, that row, and their similarity; the first with its key in
-        a band stands for the others."""
+        """Yield each row of a split that is nearly a training row, that row, and their similarity.
+
+        Only the first training row with a given key in a band is compared.
+        """
         if split not in self._signatures or "train" not in self._signatures:
             return
         own, train = (self._signatures[name].array().reshape(-1, self._permutations) for name in (split, "train"))
@@ -421,17 +425,17 @@ class _NearCopies:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one kind of check."""
+    """Result of one kind of check."""
 
     kind: str
-    """The setting of `data.checks`."""
+    """Setting of `data.checks`."""
     text: str
-    """The sentence, with its count."""
+    """Sentence with the count."""
     count: int
     of: int | None
-    """Rows that were looked at; None where any finding counts."""
+    """Rows that were checked; None if any finding counts."""
     examples: tuple[str, ...]
-    """`file:line` of some, and what is there."""
+    """`file:line` and content of some."""
 
     def __str__(self) -> str:
         first = f": {self.examples[0]}" if self.examples else ""
@@ -439,7 +443,7 @@ class Finding:
 
 
 def findings(noted: Iterable[Mapping[str, Any]], splits: Mapping[Split, Examples]) -> tuple[Finding, ...]:
-    """The findings of `RowChecks.close`, with the places as `file:line`."""
+    """Return the findings of `RowChecks.close`, with the places as `file:line`."""
 
     def shown(places: Iterable[Place], what: str) -> str:
         where = " and ".join(dict.fromkeys(splits[split][number].where for split, number in places))
@@ -452,7 +456,7 @@ def findings(noted: Iterable[Mapping[str, Any]], splits: Mapping[Split, Examples
 
 
 def refuse(found: Iterable[Finding], settings: DataChecks) -> None:
-    """Raise UserError for what `data.checks` refuses."""
+    """Raise UserError for findings that `data.checks` refuses."""
     refused = [
         one
         for one in found
@@ -466,7 +470,7 @@ def refuse(found: Iterable[Finding], settings: DataChecks) -> None:
 
 
 def class_line(counts: Mapping[str, int], *, whole: bool = False) -> str:
-    """The classes with their training rows, the first of many unless `whole`."""
+    """Format the classes with their training rows; only the first of many unless `whole`."""
     shown = list(counts.items())[: None if whole else _SHOWN]
     more = f", and {len(counts) - len(shown):,} more" if len(counts) > len(shown) else ""
     listed = ", ".join(f"{shortened(name)!r} {count:,}" for name, count in shown)

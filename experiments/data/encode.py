@@ -1,7 +1,7 @@
-"""Rows to encoded examples on disk or in memory, and the cache that spares it.
+"""Encoding of rows, on disk or in memory, and the cache of encoded rows.
 
-Small inputs are read once, into memory. Large ones, and hub data sets, are read as a stream (twice where the classes or
-the number of rows must be known first), so that memory does not grow with them.
+Small inputs are read once, into memory. Large ones, and hub data sets, are streamed (twice if the classes or the number
+of rows must be known first), so that memory does not grow with them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 IN_MEMORY = 128 << 20
 """Bytes of input files up to which rows are held in memory."""
 WORTH_KEEPING = 8 << 20
-"""Bytes of input files from which `data.cache: auto` keeps what was made of them."""
+"""Bytes of input files from which on `data.cache: auto` stores the encoded rows."""
 _AS_FLOATS = 8
-"""How much larger features are as Python's floats in lists, 32 bytes a number, than in a Parquet file of float32."""
+"""Size of features as Python floats in lists, 32 bytes a number, relative to a Parquet file of float32."""
 _CHUNK = 1024
 
 Routed = Iterable[tuple[Split, int, Row]]
-"""Rows with the split that they go to and the number of the part that they come from (0 outside training)."""
+"""Rows with their split and the number of their part (0 outside training)."""
 
 
 # ------------------------------------------------------------------------------------------------------------ encoding
@@ -57,7 +57,7 @@ Routed = Iterable[tuple[Split, int, Row]]
 
 @dataclass
 class EncodedSplits:
-    """Encoded splits, and what was lost on the way."""
+    """Encoded splits, with the counts of what was lost in encoding."""
 
     splits: dict[Split, Examples]
     sizes: list[int]
@@ -66,7 +66,7 @@ class EncodedSplits:
     dropped: int = 0
     skipped: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """`split: sentence` of what else the encoding has to say."""
+    """Other notes of the encoding, as `split: sentence`."""
     checks: list[dict[str, Any]] = field(default_factory=list)
     """Findings of `RowChecks`."""
 
@@ -85,17 +85,17 @@ def encode_rows(
     what: str | None = None,
     checks: RowChecks | None = None,
 ) -> EncodedSplits:
-    """Encode routed rows, a chunk at a time, into columns.
+    """Encode routed rows into columns, chunk by chunk.
 
-    Arguments:
-        units: how training sees the targets of a regression.
-        paths: the files that the rows come from.
-        folder: where the columns go, one directory a split; None: memory.
-        what: what a user calls the rows, where they are of no split of the recipe.
-        checks: what looks at them.
+    Args:
+        units: Normalisation of the targets of a regression.
+        paths: Files that the rows come from.
+        folder: Directory of the columns, with one subdirectory per split; None: memory.
+        what: Name of the rows in messages, if they belong to no split of the recipe.
+        checks: Checks to run on the rows.
     Raises:
         UserError: as `encode`; or no row of a split is left, because all are bad or, in training, too long; or more of
-            a split or source is cut or left out for its length than the recipe allows (`TruncationCounts.refuse`).
+            a split or source is truncated or dropped than the recipe allows (`TruncationCounts.refuse`).
     """
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -107,7 +107,7 @@ def encode_rows(
         "units": units,
         "features": recipe.adapter.projector,
     }
-    encoders: dict[tuple[Split, int], Any] = {}  # each counts its losses over all rows of a part
+    encoders: dict[tuple[Split, int], Any] = {}  # one per part: each counts its losses over all rows of the part
     losses: dict[tuple[Split, int], TruncationCounts] = {}
     writers: dict[Split, ExampleWriter] = {}
     for split in SPLITS:
@@ -121,7 +121,7 @@ def encode_rows(
         if (split, part) not in encoders:
             overlong = recipe.train.overlong
             settings["overlong"] = None if overlong == "drop" and split != "train" else overlong
-            # of a few rows to evaluate by, one long answer would be more than any share
+            # an evaluation split may be so small that one long answer exceeds any allowed share
             own = task if split == "train" else task.without_limits()
             encoders[split, part] = own.encoder(tokenizer, recipe.train.max_length, **settings)
         encoded = encoders[split, part].add(chunk)
@@ -146,7 +146,7 @@ def encode_rows(
             f"{recipe.train.max_length} tokens; raise it"
         )
     for (split, _), counted in losses.items():
-        if what is None or split == "train":  # of a run that is over, which judges other rows, nothing can be raised
+        if what is None or split == "train":  # the limits of a finished run, evaluated on other rows, cannot be raised
             counted.refuse(task, recipe.train)
         made.notes += counted.notes(recipe.train)
     for split, lost in skipped.items():
@@ -156,18 +156,18 @@ def encode_rows(
 
 
 def _called(recipe: Recipe, split: Split, part: int, what: str | None) -> str:
-    """What messages call the rows of a split or source."""
+    """Return the name of the rows of a split or source in messages."""
     source = parts_of(recipe.data)[split][part].name if split == "train" and what is None else None
     return (what or split) if source is None else f"{split} ({source})"
 
 
 def _chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
-    """Rows of one split and part together, in order."""
+    """Yield chunks of rows of one split and part, in order."""
     held: dict[tuple[Split, int], list[Row]] = {}
     for split, part, row in rows:
         key = (split, part)
         if key not in held:
-            for other in [other for other in held if other[0] == split]:  # parts stay one behind another
+            for other in [other for other in held if other[0] == split]:  # parts must stay contiguous
                 yield *other, held.pop(other)
         chunk = held.setdefault(key, [])
         chunk.append(row)
@@ -181,7 +181,7 @@ def _chunks(rows: Routed) -> Iterator[tuple[Split, int, list[Row]]]:
 
 
 def is_large(recipe: Recipe) -> bool:
-    """Whether the rows are to be streamed: too many bytes for memory, or nobody knows how many."""
+    """Return True if the rows must be streamed: too large for memory, or of unknown size."""
     sizes = [_bytes(path) for path in input_paths(recipe)]
     known = sum(size for size in sizes if size is not None)
     grown = known * (1 if recipe.adapter.projector is None else _AS_FLOATS)
@@ -189,7 +189,7 @@ def is_large(recipe: Recipe) -> bool:
 
 
 def input_paths(recipe: Recipe) -> list[DataFile]:
-    """The files of all splits, in the order in which they are read."""
+    """Return the files of all splits, in reading order."""
     parts = parts_of(recipe.data)
     return [path for split in SPLITS for part in parts[split] for path in expand(part.files)]
 
@@ -204,19 +204,20 @@ def _bytes(path: DataFile) -> int | None:
 
 @dataclass
 class Survey:
-    """What is known before the rows are encoded."""
+    """Result of the pass over the rows before encoding."""
 
     routes: dict[Split, np.ndarray | None]
-    """Of each stream: for every row the number of its split, from 1, or 0 to leave it out; None: all are its own."""
+    """For each stream, the number of the split of every row, from 1, or 0 to drop it; None: no row changes its
+    split."""
     labels: tuple[str, ...] | None
     targets: Sequence[float] = ()
-    """Of a regression: those of the training rows, in order."""
+    """Targets of the training rows of a regression, in order."""
 
 
 def survey(recipe: Recipe) -> Survey:
-    """Count the rows and collect the classes or targets, where they must be known, without keeping a row.
+    """Count the rows and collect the classes or targets, if they must be known, without keeping a row.
 
-    Raises UserError for bad rows, a split without rows, and what `choose` refuses.
+    Raises UserError for bad rows, a split without rows, and whatever `choose` refuses.
     """
     data, task = recipe.data, recipe.task
     parts = parts_of(data)
@@ -258,9 +259,9 @@ def survey(recipe: Recipe) -> Survey:
 
 
 def streamed(recipe: Recipe, known: Survey, skipped: list[str]) -> Routed:
-    """The rows of every split as they are read.
+    """Stream the rows of every split.
 
-    Raises UserError as `read_rows`, for a part without rows, and where there are not as many as `survey` counted.
+    Raises UserError as `read_rows`, for a part without rows, and if the number of rows differs from that of `survey`.
     """
     for split, parts in parts_of(recipe.data).items():
         route, place = known.routes[split], 0
@@ -293,7 +294,8 @@ _TARGETS: tuple[Split | None, ...] = (None, *SPLITS)
 
 
 def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
-    """The cache for this recipe's rows and their key; why there can be none, as a note; None if none is wanted."""
+    """Return the cache for this recipe's rows and their key; a note on the reason if there can be none; None if none is
+    wanted."""
     setting = recipe.data.cache
     if setting is None:
         return None
@@ -304,7 +306,8 @@ def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
     names = []
     for path in paths:
         name = content_name(path)
-        names.append(None if name is None else f"{name}{''.join(split_suffix(path))}")  # the suffix says how to read it
+        # the suffix determines the reader
+        names.append(None if name is None else f"{name}{''.join(split_suffix(path))}")
         if name is None:
             return f"token cache: not used, as {path} names no commit (hub:NAME@COMMIT:SPLIT)"
     root = cache_root() if setting == "auto" else user_path(setting)
@@ -312,12 +315,13 @@ def token_cache(recipe: Recipe) -> tuple[TokenCache, str] | str | None:
 
 
 def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
-    """A digest of all that the encoded splits depend on, except where the files lie."""
+    """Return a digest of everything that the encoded splits depend on, except the place of the files."""
     from flatshift.finetune.models.backbone import open_backbone
 
     data = dataclasses.asdict(recipe.data)
     data.pop("cache")
-    data["checks"] = [name for name, value in data["checks"].items() if value == "off"]  # what is not even looked for
+    # kinds that are not even searched for
+    data["checks"] = [name for name, value in data["checks"].items() if value == "off"]
     counts: list[tuple[str, int, dict[str, Any]]] = []
     for split, parts in parts_of(recipe.data).items():
         for part in parts:
@@ -330,7 +334,7 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
     limits = ("max_length", "truncation", "overlong", "max_dropped", "max_cut")
     train = {name: getattr(recipe.train, name) for name in limits}
     task = dataclasses.asdict(recipe.task)
-    task.pop("template", None)  # its text counts, not where it lies
+    task.pop("template", None)  # its text counts, not its path
     template = recipe.task.template_record()
     what = {
         "inputs": names,
@@ -349,13 +353,13 @@ def _key(recipe: Recipe, names: Sequence[str | None]) -> str:
 
 
 def _head(recipe: Recipe) -> dict[str, Any] | None:
-    """The head that a regression's units are made for."""
+    """Return the head that a regression's units are made for."""
     layer = recipe.task.head_layer(recipe.backbone)
     return None if layer is None else dataclasses.asdict(layer)
 
 
 def _tokenizer_digest(directory: Path) -> str:
-    """The backbone's files that are no weights: its tokenizer, configuration and templates."""
+    """Return a digest of the backbone's files other than weights: tokenizer, configuration and templates."""
     digest = hashlib.sha256(f"{version('tokenizers')} {version('transformers')}".encode())
     for file in beside_weights(directory):
         digest.update(f"\x1f{file.name}\x1f".encode())
@@ -366,7 +370,7 @@ def _tokenizer_digest(directory: Path) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Our own source that the encoded rows depend on: another version of it makes entries of its own."""
+    """Return a digest of the source code that encoded rows depend on: another version gets separate cache entries."""
     digest = hashlib.sha256()
     for file in _code_files():
         digest.update(file.read_bytes())
@@ -374,7 +378,8 @@ def _code_digest() -> str:
 
 
 def _code_files() -> list[Path]:
-    """The files of that source. What else they import says nothing about rows, or what it says is in the key itself."""
+    """Return the source files that encoded rows depend on. Their other imports do not affect rows, or are in the key
+    itself."""
     import flatshift.finetune.data
     import flatshift.finetune.models.backbone
     import flatshift.finetune.seeds

@@ -1,7 +1,7 @@
-"""Rows set apart for judging: copies of one text go to one side, and each side has its share of every class.
+"""Held-out rows: all copies of one text go to the same split, and each split has its share of every class.
 
-The draw depends on the rows alone, on no seed and no task of the run, so that a selection for some rows sets the same
-apart as a training on them.
+The draw depends on the rows alone, not on the run's seed or task, so that a selection for some rows holds out the same
+rows as a training on them.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from flatshift.finetune.seeds import derive, numpy_generator
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 _FREQUENT = 1 / 20
-"""Share of the rows above which one text is set apart last: it would be most of what is judged."""
+"""Share of the rows above which a text is held out last: it would make up most of the evaluation rows."""
 _FEWEST = 5
-"""Texts of a class, on average, from which on classes are looked at."""
+"""Average number of texts per class from which on the draw is stratified by class."""
 
 
 def folded(text: str) -> str:
-    """The text in Unicode's form NFKC, with single blanks for white space."""
+    """Return the text in Unicode form NFKC, with single spaces for white space."""
     return " ".join((text if text.isascii() else unicodedata.normalize("NFKC", text)).split())
 
 
 class RowKeys:
-    """The rows as the draw knows them, in order: 16 bytes for each."""
+    """Hashes of the rows' texts, and their classes, in order: the input of the draw, 16 bytes a row."""
 
     def __init__(self) -> None:
         self.texts, self.classes = array("q"), array("q")
@@ -46,7 +46,7 @@ class RowKeys:
         return len(self.texts)
 
     def add(self, row: Row, columns: Columns) -> None:
-        """Note the next row; columns: those that it was read by."""
+        """Add the next row; columns: those that it was read with."""
         digest = hashlib.blake2b(_content(row, columns), digest_size=8).digest()
         self.texts.append(int.from_bytes(digest, "big", signed=True))
         try:
@@ -57,8 +57,8 @@ class RowKeys:
 
 
 def _content(row: Row, columns: Columns) -> bytes:
-    """The text of a row, or pair of texts, else its conversation, else its prompt and answers, else all that is neither
-    its name nor its class; compatible characters (NFKC) and white space are one."""
+    """Return the text of a row: its text or pair of texts, else its conversation, else its prompt and answers, else
+    everything but its id and class. Compatible characters (NFKC) and white space are normalised."""
     values = row.values
     if isinstance(values.get("text"), str):
         second = values.get("text2")
@@ -76,17 +76,18 @@ def _content(row: Row, columns: Columns) -> bytes:
 def set_apart(
     keys: RowKeys, share: float, splits: Sequence[Split] = SPLITS[1:]
 ) -> tuple[np.ndarray, dict[Split, np.ndarray]]:
-    """Of the rows the places that stay, and those that each of `splits` gets: about `share` of them, one at least.
+    """Return the indices of the rows that stay, and those of each of `splits`: about `share` of the rows, at least one
+    text.
 
-    The draw is the same for every run. With fewer splits or a smaller share, all that is set apart is among what more
-    would set apart. Raises UserError where no text would be left to train on.
+    The draw is the same for every run. The rows held out for fewer splits or a smaller share are a subset of those held
+    out for more. Raises UserError if no text would be left to train on.
     """
     total = len(keys)
     if not share or not splits:
         return np.arange(total), {}
     _, first, group = np.unique(np.asarray(keys.texts), return_index=True, return_inverse=True)
     sizes, classes = np.bincount(group), np.asarray(keys.classes)[first]
-    if _FEWEST * len(np.unique(classes)) > len(first):  # names or figures rather than classes
+    if _FEWEST * len(np.unique(classes)) > len(first):  # the column has names or numbers rather than classes
         classes = np.zeros_like(classes)
     turn = np.empty(total, dtype=np.int64)
     turn[numpy_generator(derive(0, "holdout"), "limit").permutation(total)] = np.arange(total)
@@ -142,8 +143,8 @@ def _break_near(text: str, place: int, size: float) -> tuple[int, int]:
 
 
 def _within(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Position of each group among the rows of its class, from 0 to 1: what is below a bound is that share of
-    every class."""
+    """Return the position of each group among the rows of its class, from 0 to 1: the groups below a bound are that
+    share of every class."""
     order = np.lexsort((turn, classes))
     ends = np.cumsum(sizes[order])
     totals = np.bincount(classes, weights=sizes)
@@ -156,8 +157,11 @@ def _within(classes: np.ndarray, turn: np.ndarray, sizes: np.ndarray) -> np.ndar
 def _dealt(
     chosen: np.ndarray, classes: np.ndarray, first: np.ndarray, sizes: np.ndarray, splits: Sequence[Split]
 ) -> np.ndarray:
-    """For each group the number of its split, from 1; 0 for those that stay. Class by class in the rows' order, each to
-    the split with the fewest rows; test has the first of them."""
+    """Return for each group the number of its split, from 1, or 0 if it stays.
+
+    The groups are assigned class by class in the order of the rows, each to the split with the fewest rows; test gets
+    the first.
+    """
     owner = np.zeros(len(sizes), dtype=np.int8)
     rows = [0] * len(splits)
     for one in chosen[np.lexsort((first[chosen], classes[chosen]))].tolist():

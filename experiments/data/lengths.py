@@ -1,5 +1,5 @@
-"""Rows against the backbone's positions, before anything is trained: answers that could not be judged are refused, and
-samples beyond what a rotary backbone was made for are said."""
+"""Length checks before training: evaluated prompts that leave no room for their answer are refused, and a warning is
+given for examples beyond the positions of a rotary backbone."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flatshift.finetune.data.example import Example
 from flatshift.finetune.errors import UserError
 
 _ROUNDS = 10_000
-"""How often one update may go round all its rows."""
+"""Maximum number of times that one optimizer step may use each training example."""
 _ROUGHLY = 4
-"""How many times the memory of the machine an estimate of activations must be before it counts."""
+"""Factor by which an estimate of activations must exceed the machine's memory to be refused."""
 
 
 def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> None:
-    """Raise UserError for a judged row whose prompt leaves no room for its answer (score: generate)."""
+    """Raise UserError for an evaluated row whose prompt leaves no room for its answer (score: generate)."""
     task = recipe.task
     if task.score != "generate":
         return
@@ -33,8 +33,11 @@ def check_answers(recipe: Recipe, splits: Mapping[Split, Sequence[Example]]) -> 
 
 
 def check_positions(recipe: Recipe) -> None:
-    """Raise UserError for a `train.max_length` above the backbone's table of positions; of architectures whose sizes
-    are not to be read off, the model itself is asked later (`flatshift.finetune.train.stage.check_length`)."""
+    """Raise UserError for a `train.max_length` above the backbone's position table.
+
+    For architectures whose sizes are unknown, the model itself is checked later
+    (`flatshift.finetune.train.stage.check_length`).
+    """
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.planner.footprint import Sizes
     from flatshift.finetune.train.stage import positions_left
@@ -51,9 +54,9 @@ def check_positions(recipe: Recipe) -> None:
 
 
 def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Iterator[str]:
-    """A sentence where the longest sample has more tokens than the backbone's config.json counts positions.
+    """Yield a warning if the longest example has more tokens than the positions in the backbone's config.json.
 
-    Tables of learned positions are no case of it: `train.max_length` is held against them.
+    Does not apply to learned position tables: `check_positions` already refuses a larger `train.max_length`.
     """
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.families import usable_positions
@@ -68,10 +71,10 @@ def beyond_positions(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> Ite
 
 
 def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
-    """Refuse a rank and a batch that no memory of this machine holds, and an update that goes round its rows for ever.
+    """Refuse a rank or batch that exceeds the memory of this machine, and an optimizer step that repeats its rows too
+    often.
 
-    What might fit is left to the plan and to the run itself: estimates are rough.
-    Raises UserError.
+    Anything that might fit is left to the plan and to the run itself: estimates are rough. Raises UserError.
     """
     from flatshift.finetune.figures import gib
     from flatshift.finetune.models.backbone import open_backbone
@@ -89,7 +92,7 @@ def check_memory(recipe: Recipe, train: Sequence[Example]) -> None:
         backbone = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter).under(recipe.task)
         read = recipe.task.as_read(settings)
         held = footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=read)
-    except UserError:  # an architecture whose sizes are not to be read off
+    except UserError:  # an architecture whose sizes are unknown
         return
     if memory is None:
         return
@@ -120,9 +123,10 @@ def evaluation_line(
     share: int = 1,
     seconds: float | None = None,
 ) -> str | None:
-    """Memory and time of the evaluation, as a sentence; None without rows, or where the backbone's sizes are unknown.
+    """Return the memory and time of the evaluation as a sentence; None without rows, or if the backbone's sizes are
+    unknown.
 
-    share: ranks that have rows of their own. seconds: of an update, where they are foretold.
+    share: ranks that have different rows. seconds: predicted time of an optimizer step, if known.
     """
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.planner.evaluation import evaluation_plan
@@ -137,7 +141,7 @@ def evaluation_line(
     try:
         sizes = Sizes.read(open_backbone(recipe.backbone).directory, recipe.adapter)
         sizes = sizes.under(task, classes=classes or None)
-    except UserError:  # an architecture whose sizes are not to be read off
+    except UserError:  # an architecture whose sizes are unknown
         return None
     plan = evaluation_plan(
         sizes,
@@ -158,14 +162,14 @@ def evaluation_line(
 
 
 def _tokens(examples: Sequence[Example]) -> int:
-    """Of all sides together."""
+    """Return the number of tokens, all sequences of an example counted."""
     columns = Examples.of(examples)
     found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return sum(int(rows[2].sum()) for rows in found if rows is not None)
 
 
 def _counted(recipe: Recipe) -> SimpleNamespace:
-    """The parts of the built model that count positions."""
+    """Return a stand-in for the model, with the attributes that determine its positions."""
     from flatshift.finetune.models.backbone import open_backbone
 
     return SimpleNamespace(
@@ -176,13 +180,13 @@ def _counted(recipe: Recipe) -> SimpleNamespace:
 
 
 def _taken(recipe: Recipe) -> int:
-    """Positions before every row: soft tokens, and features before them."""
+    """Return the number of positions before every row: soft tokens and features."""
     projector = recipe.adapter.projector
     return (recipe.adapter.soft_tokens or 0) + (0 if projector is None else projector.places)
 
 
 def longest_row(examples: Sequence[Example]) -> int:
-    """Tokens of the longest sample, or of the longer of its two sides; 0 without any."""
+    """Return the tokens of the longest example, or of the longer of its two sequences; 0 without examples."""
     columns = Examples.of(examples)
     found = [columns.ragged(name) for name in ("input_ids", "decoder_ids", "rejected_ids")]
     return max((int(rows[2].max()) for rows in found if rows is not None and len(rows[2])), default=0)

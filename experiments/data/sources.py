@@ -1,6 +1,5 @@
-"""Which rows a run learns from: the sources that its recipe names, what is set apart, the limits, and `train.epochs` in
-updates.
-"""
+"""Training rows of a run: the sources that its recipe names, held-out rows, limits, and the conversion of
+`train.epochs` to optimizer steps."""
 
 from __future__ import annotations
 
@@ -27,20 +26,20 @@ from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import Task
 
 _LOOKED_AT = 50
-"""Updates whose padding is counted."""
+"""Optimizer steps whose padding is counted."""
 _MUCH = 0.2
 _UNITS = {"rows": "samples", "tokens": "tokens"}
-"""`data.train.weigh` in words."""
+"""Words for the values of `data.train.weigh`."""
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """Files that are read one behind another, with one set of columns."""
+    """Files that are read one after another, with one set of columns."""
 
     setting: str
-    """Where the recipe names them: `data.dev`, `data.train.sources.code`."""
+    """Setting that names the files: `data.dev`, `data.train.sources.code`."""
     name: str | None
-    """The source's own name; None for files without one."""
+    """Name of the source; None for files outside a source."""
     files: tuple[str, ...]
     columns: Columns
     columns_setting: str
@@ -48,7 +47,7 @@ class SourceFiles:
     limit: int | None = None
 
     def rows(self, data: Data, task: Task, skipped: list[str]) -> Iterator[Row]:
-        """Its usable rows, as a stream. A row of a source is called `NAME/ID`. Raises UserError."""
+        """Stream the usable rows; the id of a row of a source is `NAME/ID`. Raises UserError."""
         rows = read_rows(
             self.files,
             columns=self.columns,
@@ -67,25 +66,28 @@ class SourceFiles:
             raise UserError(f"{self.setting}.{error}" if str(error).startswith("first:") else str(error)) from None
 
     def _used(self, task: Task) -> tuple[str, ...]:
-        """Columns with a name of the user's that one row at least must have. Other rows than those that train may lack
-        ids and tools, and cannot name them otherwise; a pair without its second text is no row of the task."""
+        """Return the columns with a custom name that at least one row must have.
+
+        Dev and test rows may lack ids and tools, since they cannot name those columns separately; a pair without its
+        second text is not a row of the task.
+        """
         if self.setting.startswith("data.train"):
             return (*task.optional_columns(), "id")
         return tuple(name for name in task.optional_columns() if name == "text2")
 
     def refuse_none(self, skipped: Sequence[str]) -> None:
-        """Raise UserError: it has no usable row."""
+        """Raise UserError because there is no usable row."""
         what = self.setting.removeprefix("data.").removeprefix("train.sources.")
         require_rows([], files=self.files, what=what, skipped=skipped)
 
 
 def has_holdout(data: Data) -> bool:
-    """Whether `data.holdout` takes rows to judge by from the training rows."""
+    """Return True if `data.holdout` takes evaluation rows from the training rows."""
     return data.holdout > 0 and not (data.dev.files and data.test.files)
 
 
 def parts_of(data: Data) -> dict[Split, list[SourceFiles]]:
-    """What each split is read from; no part where the recipe names no files.
+    """Return the source files of each split; an empty list if the recipe names none.
 
     Raises:
         UserError: no training files.
@@ -115,25 +117,26 @@ def parts_of(data: Data) -> dict[Split, list[SourceFiles]]:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Which of the rows that were read each split gets, by their place among the rows of the stream they come from."""
+    """Rows of each split, as indices into the stream that they are read from."""
 
     train: list[np.ndarray]
-    """For each training part, places among the rows of all training parts; sorted."""
+    """For each training part, indices into the rows of all training parts; sorted."""
     pool: np.ndarray
-    """The training rows that are not set apart, before any limit; sorted."""
+    """Training rows that are not held out, before any limit; sorted."""
     apart: dict[Split, np.ndarray]
-    """For dev and test set apart from the training rows: places among those."""
+    """For dev and test held out from the training rows: indices into those."""
     own: dict[Split, np.ndarray]
-    """For dev and test with files of their own: places among the rows of those."""
+    """For dev and test with separate files: indices into the rows of those files."""
 
 
 def choose(
     data: Data, parts: dict[Split, list[SourceFiles]], counts: dict[Split, list[int]], seed: int, keys: RowKeys | None
 ) -> Chosen:
-    """Set `data.holdout` apart where dev or test name no files, and apply limits.
+    """Hold out `data.holdout` of the training rows where dev or test name no files, and apply limits.
 
-    counts: usable rows of each part. keys: of the training rows, where some are set apart.
-    Raises UserError for a holdout of no row, a limit above the rows, and a source of which nothing is left.
+    counts: usable rows of each part. keys: of the training rows, if some are held out.
+    Raises UserError for a holdout without rows, a limit above the number of rows, and a source of which nothing is
+    left.
     """
     kept = np.arange(sum(counts["train"]))
     apart: dict[Split, np.ndarray] = {}
@@ -167,7 +170,7 @@ def _limited(places: np.ndarray, limit: int | None, seed: int, setting: str) -> 
 
 
 def mixture_of(data: Data, sizes: Sequence[int]) -> Mixture | None:
-    """How the training examples are mixed, `sizes` of each source with a weight; None without sources."""
+    """Return the mixture of the training examples, `sizes` of each source with a weight; None without sources."""
     used = {name: source for name, source in (data.train.sources or {}).items() if source.weight}
     if not used:
         return None
@@ -177,10 +180,10 @@ def mixture_of(data: Data, sizes: Sequence[int]) -> Mixture | None:
 
 
 def supply(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> list[dict[str, Any]]:
-    """How far the examples go: for each source its share, examples, and the epochs that `steps` updates take.
+    """Return for each source its share, its examples, and the epochs that `steps` optimizer steps take.
 
     Raises:
-        UserError: a source that is over before the run is, and may not begin again.
+        UserError: a source with `when_over: refuse` ends before the run does.
     """
     drawn = batches.drawn(steps)
     if mixture is None:
@@ -200,7 +203,7 @@ def supply(batches: TrainingDataLoader, mixture: Mixture | None, steps: int) -> 
 
 
 def supply_lines(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> list[str]:
-    """The same for a person; `about` where samples are packed, so that how many a step takes is an estimate."""
+    """Format the result of `supply`; `about` if examples are packed, so that the number in a step is an estimate."""
     word = "about " if about else ""
     if told[0]["name"] is None:
         epochs = f"{told[0]['epochs']:.2f}".removesuffix(".00")
@@ -214,7 +217,7 @@ def supply_lines(told: Sequence[dict[str, Any]], steps: int, *, about: bool) -> 
 
 
 def mixture_record(mixture: Mixture) -> list[dict[str, Any]]:
-    """For the manifest: each source's weight, share of the samples or tokens, and examples."""
+    """Return each source's weight, share of the examples or tokens, and number of examples, for the manifest."""
     told = zip(mixture.names, mixture.weights, shares_of(mixture), mixture.sizes, strict=True)
     unit = _UNITS[mixture.weigh]
     return [
@@ -224,14 +227,14 @@ def mixture_record(mixture: Mixture) -> list[dict[str, Any]]:
 
 
 def shares_of(mixture: Mixture) -> list[float]:
-    """Each source's share of the samples or tokens."""
+    """Return each source's share of the examples or tokens."""
     return Proportions(mixture.weights).shares
 
 
 def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
-    """Refuse to tell one class from none. Raises UserError.
+    """Raise UserError if a classifier has fewer than two classes.
 
-    names: the classes in head order; None for a task without.
+    names: the classes in head order; None for a task without classes.
     """
     task = recipe.task
     if names is None or len(names) > 1 or task.multi:
@@ -244,8 +247,8 @@ def check_classes(recipe: Recipe, names: Sequence[str] | None) -> None:
 
 
 def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
-    """The training examples that are judged: `eval.train_limit` of them drawn by seed, since a file may be sorted by
-    class; a larger limit contains a smaller one."""
+    """Return the training examples to evaluate: `eval.train_limit` of them, drawn by seed because a file may be sorted
+    by class. A larger limit contains a smaller one."""
     limit = recipe.eval.train_limit or 0
     if limit >= len(train):
         return train
@@ -253,8 +256,8 @@ def judged_train(recipe: Recipe, train: Sequence[Example]) -> Sequence[Example]:
 
 
 def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
-    """Refuse rows of a split that a head over an encoder-decoder does not take in one batch: those that differ in their
-    number of end-of-sequence tokens, as pairs do from single texts. Raises UserError."""
+    """Refuse rows of a split that a head over an encoder-decoder cannot take in one batch: those with different numbers
+    of end-of-sequence tokens, such as pairs and single texts. Raises UserError."""
     if not recipe.task.is_sequence_level:
         return
     from flatshift.finetune.models.backbone import open_backbone
@@ -283,9 +286,9 @@ def check_ends(recipe: Recipe, splits: Iterable[Sequence[Example]]) -> None:
 
 
 def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int) -> None:
-    """Refuse a source that is over before the fine-tune is and may not begin again; before anything is trained.
+    """Refuse a source with `when_over: refuse` that ends before the fine-tune, before anything is trained.
 
-    seed: of the stage. Raises UserError as `supply`.
+    seed: of the stage. Raises UserError as `supply` does.
     """
     if mixture is None or not mixture.strict:
         return
@@ -295,9 +298,10 @@ def check_supply(recipe: Recipe, train: Sequence[Example], mixture: Mixture | No
 def batches_ahead(
     recipe: Recipe, train: Sequence[Example], mixture: Mixture | None, *, seed: int
 ) -> TrainingDataLoader:
-    """The stage's batches for counting, before there is a model: which rows come when, padded with zeros.
+    """Return a data loader of the stage for counting, before there is a model: the rows of each step, padded with
+    zeros.
 
-    seed: of the stage. Raises UserError as `Batches`.
+    seed: of the stage. Raises UserError as `TrainingDataLoader` does.
     """
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -311,7 +315,7 @@ def batches_ahead(
 
 
 def padding_line(batches: TrainingDataLoader, train: Train) -> str:
-    """How much of what is computed is padding, over the first updates."""
+    """Format the share of padding in the first optimizer steps."""
     steps = min(train.steps, _LOOKED_AT)
     share = batches.padding(steps)
     advice = "" if batches.packed or train.group or share < _MUCH else "; train.group: length would leave less"
@@ -322,17 +326,18 @@ def padding_line(batches: TrainingDataLoader, train: Train) -> str:
 
 
 def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) -> Resolved:
-    """`resolved` with `train.steps` in place of `train.epochs`, whose origin says epochs of how many rows; as it is
-    where the recipe names no epochs.
+    """Return `resolved` with `train.steps` in place of `train.epochs` and the number of rows in the origin; unchanged
+    if the recipe sets no epochs.
 
-    Updates are ⌈epochs · rows / (batch_size · accumulate)⌉: epochs follow each other without a gap, so each row comes
-    up at least ⌊epochs⌋ times (of packed rows about so: those of the first epoch are counted, and each packs anew).
+    The number of optimizer steps is ⌈epochs · rows / (batch_size · accumulate)⌉: epochs follow each other without a
+    gap, so each row is used at least ⌊epochs⌋ times. For packed rows this is approximate: those of the first epoch are
+    counted, and each epoch is packed again.
 
     Args:
-        train: the encoded training examples.
-        seed: of the stage, by which rows are packed.
+        train: The encoded training examples.
+        seed: Seed of the stage, by which rows are packed.
     Raises:
-        UserError: more updates than a stage may have.
+        UserError: more optimizer steps than a stage may have.
     """
     recipe, epochs = resolved.recipe, resolved.recipe.train.epochs
     if epochs is None:
@@ -340,7 +345,7 @@ def epochs_to_steps(resolved: Resolved, train: Sequence[Example], *, seed: int) 
     packed = recipe.task.pack
     rows = len(batches_ahead(recipe, train, None, seed=seed).epoch(0)) if packed else len(train)
     each = recipe.train.batch_size * recipe.train.accumulate
-    steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # as written: 1.1 · 10 rows are 11
+    steps = math.ceil(Fraction(repr(epochs)) * rows / each)  # exact, from the number as written: 1.1 · 10 rows are 11
     said = f"train.epochs {epochs:g} of {rows:,} {'packed ' if packed else ''}rows"
     if steps > MOST_STEPS:
         raise UserError(f"{said} are {steps:,} updates, above the {MOST_STEPS:,} that a stage may have; give fewer")

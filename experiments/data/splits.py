@@ -1,4 +1,4 @@
-"""From files to encoded examples: read, set apart, subset, add label noise, tokenise. Finds bad input early."""
+"""Data pipeline: read files, hold out, subset, add label noise, tokenise. Finds bad input early."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SplitRows:
-    """The rows of each split as they were read; empty where the recipe names none."""
+    """Rows of each split as read; empty for a split without files."""
 
     train: list[Row]
     dev: list[Row]
     test: list[Row]
     skipped: list[str]
-    """`file:line: reason` of each bad row, where those are skipped"""
+    """`file:line: reason` of each bad row, if those are skipped."""
     records: int
-    """Records in the training files, bad rows and rows set apart included"""
+    """Records in the training files, including bad and held-out rows."""
     label_names: tuple[str, ...] | None
-    """The classes in head order: of the task, or of all training rows before any was set apart or left out"""
+    """Classes in head order: those of the task, or of all training rows before any was held out or dropped."""
     sizes: list[int] = field(default_factory=list)
-    """Training rows of each source, which lie one behind another"""
+    """Training rows of each source; the sources follow one another in `train`."""
     pool: list[Row] = field(default_factory=list)
     """The training rows before any limit, in the same order: label noise is drawn over them, so that it is the same one
     whatever the limit"""
@@ -65,7 +65,7 @@ class SplitRows:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Encoded examples of each split, and what happened on the way."""
+    """Encoded examples of each split, with counts and notes from their preparation."""
 
     train: Sequence[Example]
     dev: Sequence[Example]
@@ -74,23 +74,23 @@ class Prepared:
     truncated: int
     skipped: list[str]
     flipped: list[str]
-    """ids of the training rows whose label was made wrong by noise"""
+    """Ids of the training rows whose label was changed by noise."""
     true_labels: dict[str, int] = field(default_factory=dict)
-    """the class that each of them had, by id; for classification"""
+    """Original class of each of them by id; for classification."""
     dropped: int = 0
-    """training rows left out because they are longer than `train.max_length`"""
+    """Training rows dropped because they are longer than `train.max_length`."""
     mixture: Mixture | None = None
-    """how `train` is made up, where there are several sources"""
+    """Mixture of the sources in `train`, if there are several."""
     notes: tuple[str, ...] = ()
-    """what a user should know about how all this was come by, and what the encoding of each split has to say"""
+    """Notes for the user on the preparation and the encoding of each split."""
     units: Units | None = None
-    """how training sees the targets of a regression"""
+    """Normalisation of the targets of a regression."""
     checks: tuple[Finding, ...] = ()
-    """what `data.checks` found"""
+    """Findings of `data.checks`."""
 
 
 def read_splits(recipe: Recipe) -> SplitRows:
-    """Read train, dev and test rows; set `data.holdout` apart where dev or test name no files; apply limits.
+    """Read train, dev and test rows; hold out `data.holdout` where dev or test name no files; apply limits.
 
     Raises UserError for missing files or columns, bad rows, and splits without a usable row.
     """
@@ -146,10 +146,10 @@ def cut_line(cut: Mapping[Split, Sequence[Row]], share: float) -> str:
 
 
 def prepare(recipe: Recipe) -> Prepared:
-    """Read and encode a recipe's rows, or take them from `data.cache`.
+    """Read and encode a recipe's rows, or load them from `data.cache`.
 
     Raises UserError for missing files, columns or labels, empty splits, labels that do not fit, fewer than two classes,
-    what `data.checks` refuses, and a cache directory that cannot be written to.
+    findings that `data.checks` refuses, and a cache directory that cannot be written to.
     """
     cache = token_cache(recipe)
     if cache is None or isinstance(cache, str):
@@ -167,7 +167,7 @@ def prepare(recipe: Recipe) -> Prepared:
 
 
 def sample_split_warning(recipe: Recipe) -> list[str]:
-    """A note where own training rows would be judged by rows of a shipped sample, which the recipe names."""
+    """Warn if the user's own training rows would be evaluated on a shipped sample that the recipe names."""
     data = recipe.data
     if not data.train.all_files or any(name.startswith(SAMPLE) for name in data.train.all_files):
         return []
@@ -180,9 +180,9 @@ def sample_split_warning(recipe: Recipe) -> list[str]:
 
 
 def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepared:
-    """Encode the rows of `files` as test rows of a run that is over, by the classes and units that it trained with.
+    """Encode the rows of `files` as test rows of a finished run, with the classes and units that it was trained with.
 
-    Its manifest says those (`learnt_record`), whatever has become of its files.
+    These come from its manifest (`learnt_record`), so the run's own data files are not needed.
     Raises UserError for missing files or columns, rows without a class of the run, and files without a usable row.
     """
     from flatshift.finetune.models.backbone import open_backbone
@@ -210,13 +210,14 @@ def prepare_apart(recipe: Recipe, files: Sequence[str], *, run: Path) -> Prepare
 
 
 def check_record(prepared: Prepared) -> dict[str, Any]:
-    """For the manifest: training rows of each class, and what `data.checks` found."""
+    """Return the training rows of each class and the findings of `data.checks`, for the manifest."""
     counts = None if prepared.label_names is None else class_counts(Examples.of(prepared.train), prepared.label_names)
     return {"classes": counts, "findings": [dataclasses.asdict(one) for one in prepared.checks]}
 
 
 def check_lines(prepared: Prepared, *, whole: bool = False) -> list[str]:
-    """The classes and what `data.checks` found, a line each; `whole`: every class, and every example that is known."""
+    """Format the classes and the findings of `data.checks`, one per line; `whole`: every class and every known
+    example."""
     lines = []
     if prepared.label_names is not None:
         lines.append(class_line(class_counts(Examples.of(prepared.train), prepared.label_names), whole=whole))
@@ -227,13 +228,14 @@ def check_lines(prepared: Prepared, *, whole: bool = False) -> list[str]:
 
 
 def learnt_record(prepared: Prepared) -> dict[str, Any]:
-    """For the manifest: the classes in head order and the units of targets, which training rows alone can tell."""
+    """Return the classes in head order and the units of targets, which are derived from training rows, for the
+    manifest."""
     units = None if prepared.units is None else dataclasses.asdict(prepared.units)
     return {"label_names": prepared.label_names, "units": units}
 
 
 def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | None]:
-    """The classes in head order and the units of targets that `run` trained with, as its manifest notes them."""
+    """Return the classes in head order and the units of targets that `run` was trained with, from its manifest."""
     task = recipe.task
     if task.given_classes is not None or not (task.has_classes or task.has_targets):
         return task.given_classes, None
@@ -246,12 +248,12 @@ def learnt(recipe: Recipe, run: Path) -> tuple[tuple[str, ...] | None, Units | N
 
 
 def _noted(prepared: Prepared, notes: Sequence[str]) -> Prepared:
-    """The same with `notes` before its own."""
+    """Return `prepared` with `notes` before its own."""
     return dataclasses.replace(prepared, notes=(*notes, *prepared.notes))
 
 
 def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, Any]]:
-    """Encoded splits, in `folder` where there is one, and all else that is to be known of them as plain values."""
+    """Return the encoded splits, in `folder` if given, and everything else about them as plain values."""
     from flatshift.finetune.models.backbone import open_backbone
 
     noise, task = recipe.data.label_noise, recipe.task
@@ -301,7 +303,7 @@ def _prepared(recipe: Recipe, folder: Path | None) -> tuple[Prepared, dict[str, 
                 writer = ExampleWriter(paths, folder / split)
                 writer.add(made.splits[split])
                 writer.close()
-    if made.dropped and flipped:  # what `train.overlong` left out is no training row
+    if made.dropped and flipped:  # rows that `train.overlong` dropped are not training rows
         there = {example.id for example in made.splits["train"]}
         flipped = [name for name in flipped if name in there]
         true = {name: label for name, label in true.items() if name in there}
@@ -344,7 +346,7 @@ def _described(recipe: Recipe, splits: Mapping[Split, Examples], about: Mapping[
 
 
 def _routed(train: Sequence[Row], rows: SplitRows) -> Routed:
-    """The rows of all splits, each with the split and the source that it belongs to."""
+    """Yield the rows of all splits, each with its split and its source."""
     start = 0
     for number, size in enumerate(rows.sizes):
         yield from (("train", number, row) for row in train[start : start + size])
@@ -358,7 +360,8 @@ def _noise_seed(recipe: Recipe) -> int:
 
 
 def _wrong_answers(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str]]:
-    """The training rows with `data.label_noise`, where it is made before encoding, and the ids of the wrong ones."""
+    """Return the training rows with `data.label_noise`, if it is applied before encoding, and the ids of the changed
+    rows."""
     rate, task, seed = recipe.data.label_noise, recipe.task, _noise_seed(recipe)
     if not rate or task.noise != "rows":
         return rows.train, []
@@ -368,15 +371,15 @@ def _wrong_answers(recipe: Recipe, rows: SplitRows) -> tuple[list[Row], list[str
 
 
 def noise_record(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
-    """What `label_noise.json` holds: the share asked for, the ids of the training rows with a wrong label, and their
-    own classes, where rows have classes."""
+    """Return the content of `label_noise.json`: the rate, the ids of the training rows with a wrong label, and their
+    original classes, if any."""
     names = prepared.label_names
     own = {name: names[index] for name, index in prepared.true_labels.items()} if names is not None else {}
     return {"rate": recipe.data.label_noise, "rows": len(prepared.train), "ids": prepared.flipped, "true": own}
 
 
 def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
-    """The rows that `record` asks for; None without that block."""
+    """Return the rows to record for the `record` block; None without it."""
     if recipe.record is None:
         return None
     from flatshift.finetune.train.trace.recorder import Recording
@@ -393,7 +396,7 @@ def recording_of(recipe: Recipe, prepared: Prepared) -> Recording | None:
 
 
 def prepare_texts(recipe: Recipe, files: Sequence[str], columns: Columns, task: Task) -> Prepared:
-    """Encode the rows of `files` alone, as training examples of `task`: what a warm-up reads."""
+    """Encode the rows of `files` as training examples of `task`, for a warm-up."""
     from flatshift.finetune.models.backbone import open_backbone
 
     rows = require_rows(read_rows(files, columns=columns), files=files, what="warm-up")

@@ -1,4 +1,4 @@
-"""Recipes: strict YAML 1.2 in, frozen dataclasses out, every value's origin kept."""
+"""Recipes: strict YAML 1.2 in, frozen dataclasses out, with the origin of every value."""
 
 from flatshift.experiments.recipe.key import recipe_key
 from flatshift.experiments.recipe.resolve import Resolved, load_recipe, resume_recipe, shipped_recipe, shipped_recipes

@@ -1,6 +1,5 @@
-"""What `auto` of a recipe settles on, decided once: precisions, printed, written down and kept on every later machine,
-and `mesh.auto`, one mesh for all ranks as flags that every rank understands.
-"""
+"""Values for the `auto` settings of a recipe: precisions, decided once, printed, saved and kept on every later machine;
+and `mesh.auto`, one mesh for all ranks, returned as flags that every rank understands."""
 
 from __future__ import annotations
 
@@ -34,13 +33,13 @@ def resolve_auto(
     the backbone's tokenizer, in place of `auto`, and where they come from; with `task.pack: false` where nobody asked
     for packing and the backbone cannot keep samples apart.
 
-    Among ranks that a launcher started, rank 0 decides for all; each of them must call this.
+    Collective: rank 0 decides for all ranks that a launcher started, and each of them must call this.
 
     Args:
-        say: told what was decided, by which figures, and that a precision asked for by name is the slower one.
-        kept: the resolved recipe of an earlier call for the same directory; what that has settled holds.
+        say: Receives the decision with its numbers, and a note if an explicitly set precision is the slower one.
+        kept: Resolved recipe of an earlier call for the same directory; precisions decided there are kept.
     Raises:
-        UserError: the device does not have the precision that is asked for, or is not there.
+        UserError: the device is not available, or does not support the precision that is set.
     """
     from flatshift.finetune.launch import consistency
 
@@ -69,9 +68,10 @@ def resolve_auto(
 
 
 def resolve_device_precision(recipe: Recipe) -> Recipe:
-    """`recipe` of a run that is only judged, on a device that may have another precision than it was trained in.
+    """Return `recipe` for evaluation only, on a device that may lack the precision it was trained in.
 
-    An fp16 run is computed in float32 on a CPU. Says on stderr what changes, and where the run's own is slow here.
+    An fp16 run is computed in float32 on a CPU. Prints on stderr what changes, and whether the run's precision is slow
+    here.
     """
     from flatshift.finetune.compute.cuda_status import resolve_device
 
@@ -96,7 +96,7 @@ def settled_tree(
     say: Callable[[str], None] = lambda line: None,
     of: type[Recipe] = Recipe,
 ) -> Tree:
-    """The same for a recipe's tree that cells are to be made of; keyword arguments as in `resolve_auto`."""
+    """Return a recipe's tree for cells, with `auto` resolved; keyword arguments as in `resolve_auto`."""
     resolved = resolve_tree(tree, (), name=name, of=of)
     found = resolve_auto(resolved, say=say, kept=kept)
     if found is resolved:
@@ -111,8 +111,8 @@ def settled_tree(
 
 
 def _kept_by(kept: Path | None, of: type[Recipe]) -> tuple[Train | None, Mapping[str, str]]:
-    """What a directory's recipe says of training, and where both precisions came from; None without one, or if other
-    code wrote it."""
+    """Return the `train` block of a directory's recipe and the origins of both precisions; None without a recipe, or if
+    other code wrote it."""
     try:
         if kept is None or not kept.is_file():
             return None, {}
@@ -127,7 +127,10 @@ def _kept_by(kept: Path | None, of: type[Recipe]) -> tuple[Train | None, Mapping
 def _decide(
     precision: Precision, tf32: bool, device: str, threads: int | None, backbone: str, tokens: int
 ) -> dict[str, str | None]:
-    """tokens: of a micro-batch of the longest rows. Empty on ranks that do not decide."""
+    """Choose the precision for the device, as plain values. tokens: of a micro-batch of the longest rows.
+
+    Empty on ranks other than 0, which do not decide.
+    """
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.compute.numerics import cpu_threads
     from flatshift.finetune.compute.precision import block_shape, choose
@@ -137,10 +140,10 @@ def _decide(
     if failure.rank() != 0:
         return {}
     asked = Train(precision=precision, tf32=tf32)
-    # rows are padded to the longest of their micro-batch, which is seldom as long as it may be
+    # Rows are padded to the longest of their micro-batch, which is seldom as long as allowed: hence tokens // 2 below.
     try:
         directory = open_backbone(backbone).directory
-    except UserError:  # whoever loads it says what is wrong
+    except UserError:  # loading the backbone reports the error later
         directory = None
     shape = block_shape(directory, tokens=tokens // 2)
     with cpu_threads(threads):
@@ -148,7 +151,7 @@ def _decide(
 
 
 def _kept_in(recipe: Recipe) -> tuple[str, str]:
-    """`train.backbone_precision` for `auto`, and why: narrow weights only where wide ones do not fit."""
+    """Return `train.backbone_precision` for `auto`, and the reason: bf16 weights only where float32 ones do not fit."""
     from flatshift.finetune.figures import gib
     from flatshift.finetune.planner.devices import at_hand
     from flatshift.finetune.planner.footprint import Sizes, footprint
@@ -163,7 +166,7 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
         return "same", "auto"
     try:
         backbone = Sizes.read(backbone_directory(recipe.backbone), recipe.adapter).under(recipe.task)
-    except UserError:  # whoever loads it says what is wrong
+    except UserError:  # loading the backbone reports the error later
         return "same", "auto"
     read = [recipe.task.as_read(each) for each in (train, narrow)]
     wide, less = (footprint(backbone, mesh=recipe.mesh, adapter=recipe.adapter, train=each).total for each in read)
@@ -173,8 +176,8 @@ def _kept_in(recipe: Recipe) -> tuple[str, str]:
 
 
 def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
-    """`resolved` with the shipped template for base models in place of `task.template: auto` where the backbone's
-    tokenizer has none, and where that comes from; says which is in use."""
+    """Replace `task.template: auto` by the shipped template for base models where the tokenizer has none; record the
+    origin and report the template in use."""
     recipe, name = resolved.recipe, resolved.recipe.task.template
     if not recipe.task.uses_chat_template:
         return resolved
@@ -183,7 +186,7 @@ def _with_template(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
 
     try:
         tokenizer = open_backbone(recipe.backbone).tokenizer
-    except UserError:  # whoever loads it says what is wrong
+    except UserError:  # loading the backbone reports the error later
         return resolved
     say(template_line(name, tokenizer))
     if name != AUTO:
@@ -215,7 +218,7 @@ def _unpacked(resolved: Resolved, say: Callable[[str], None]) -> Resolved:
 
 
 def _with(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved:
-    """`resolved` with (value, origin) by key of its `train` block."""
+    """Return `resolved` with `values`: (value, origin) by key of its `train` block."""
     if not values:
         return resolved
     laid: dict[str, Any] = {key: value for key, (value, _) in values.items()}
@@ -228,16 +231,16 @@ def _with(resolved: Resolved, values: Mapping[str, tuple[str, str]]) -> Resolved
 
 
 def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[str]:
-    """Flags that put a mesh in place of `mesh.auto`; none where the recipe does not ask for one.
+    """Return flags that replace `mesh.auto` by a mesh; none if the recipe does not ask for one.
 
-    The reasons go to stderr. Among ranks that a launcher started, rank 0 decides for all.
+    The reasons go to stderr. Rank 0 decides for all ranks that a launcher started.
 
     Args:
-        given: where a run is continued, the axes that were named now; the others are chosen anew. None: all that are
-            set stay.
+        given: For a resumed run, the axes set on this command line; the others are chosen again. None: all axes that
+            are set stay.
 
     Raises:
-        UserError: no mesh of so many ranks is possible; or the backbone cannot be found.
+        UserError: no mesh of that many ranks is possible, or the backbone cannot be found.
     """
     if not recipe.mesh.auto:
         return []
@@ -254,12 +257,12 @@ def mesh_flags(recipe: Recipe, *, given: Collection[str] | None = None) -> list[
 
 
 def axis_flags(mesh: Mesh) -> list[str]:
-    """The axes of `mesh` as flags."""
+    """Return the axes of `mesh` as flags."""
     return [*(f"--mesh.{axis}={getattr(mesh, axis)}" for axis in AXES), "--mesh.auto=false"]
 
 
 def named_axes(overrides: Iterable[Branch]) -> set[str]:
-    """The mesh settings among command-line overrides."""
+    """Return the mesh settings among command-line overrides."""
     meshes = [override.children.get("mesh") for override in overrides]
     return {name for mesh in meshes if isinstance(mesh, Branch) for name in mesh.children}
 
@@ -283,7 +286,7 @@ def _resolve(recipe: Recipe, asked: Mesh) -> tuple[Mesh, list[str]]:
 
 
 def backbone_directory(name: str) -> Path:
-    """Where the files of the backbone `name` lie; asks the hub, and so imports torch, only for a hub name."""
+    """Return the directory of the backbone's files; only a hub name asks the hub, and so imports torch."""
     found = assets.backbone(name) or user_path(name)
     if (found / "config.json").is_file():
         return found

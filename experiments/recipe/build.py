@@ -1,4 +1,4 @@
-"""From a tree to frozen dataclasses, strictly: an unknown key, a wrong type or a value out of range is an error."""
+"""Conversion of a tree to frozen dataclasses: an unknown key, a wrong type or a value out of range is an error."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from flatshift.finetune.errors import UserError, shortened
 
 Origins = dict[str, str]
 _LONG_WORD = 200
-"""Longer than any key or value that a typing error could have been meant for; looking for a near one is quadratic."""
+"""Characters above which no near match is searched: no typing error is as long, and the search is quadratic."""
 _RETIRED = ("quality",)
-"""Keys of a recipe that the resolved ones of earlier runs still name, as null."""
+"""Former recipe keys that resolved recipes of earlier runs still contain, as null."""
 _MAY_BE_EMPTY = ("task.prompt", "task.system", "task.prefix")
-"""Texts that go before others, where nothing is something to say."""
+"""Texts placed before others, for which an empty text is a valid value."""
 _WRITTEN = tuple(f"task.{name}" for name in ("prompt", "completion", "target", "answer", "prefix", "system"))
-"""Texts that models read or write, in which a line break is meant by `\\n` on a command line."""
+"""Texts that models read or generate; in these `\\n` on a command line means a line break."""
 _ROOM = 160
-"""Characters for a list of what is known."""
+"""Maximum characters of a list of known names."""
 
 
 def nearest(word: str, known: typing.Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or the list of what is known when nothing is near."""
+    """Return `; did you mean 'x'?`, or the list of known names if none is near."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5) if len(word) <= _LONG_WORD else []
     if close:
@@ -37,7 +37,7 @@ def nearest(word: str, known: typing.Iterable[str]) -> str:
 
 
 def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = None) -> Any:
-    """Fill the dataclass `cls` from `tree`; `origins` receives dotted path → place for every given value.
+    """Fill the dataclass `cls` from `tree`; `origins` receives dotted path → place for every value that is set.
 
     Raises UserError with the place of the offending key or value.
     """
@@ -67,13 +67,14 @@ def build(cls: type, tree: Tree, *, path: str = "", origins: Origins | None = No
 
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
-    """Evaluating a class's annotations costs more than all else here, and a sweep builds thousands of recipes."""
+    """Return a class's type hints, cached: they cost more than the rest of this module, and a sweep builds thousands of
+    recipes."""
     return typing.get_type_hints(cls)
 
 
 @functools.cache
 def _names(cls: type) -> dict[str, str]:
-    """Keys of a class's settings, and the fields they fill."""
+    """Return the keys of a class's settings and the fields they fill."""
     return {key_of(f.name): f.name for f in dataclasses.fields(cls)}
 
 
@@ -134,11 +135,11 @@ def _value(hint: Any, tree: Tree, path: str, origins: Origins) -> Any:
 
 
 def _component(components: list[type], tree: Tree, path: str, origins: Origins) -> Any:
-    """One dataclass, or the one of a union whose `kind` is named (by default the first)."""
+    """Build the single dataclass, or the one of a union that `kind` names (by default the first)."""
     kinds = {}
     for component in components:
         kinds[getattr(component, "kind", "")] = component  # a field's default is its class attribute
-    if "" in kinds or len(components) == 1:  # one alone may have a `kind` among its fields (optimizer)
+    if "" in kinds or len(components) == 1:  # a single component may have a `kind` field itself (optimizer)
         return build(components[0], tree, path=path, origins=origins)
     if isinstance(tree, Leaf) and isinstance(tree.value, str):
         tree = Branch({"kind": tree}, tree.where, {"kind": tree.where})
@@ -215,7 +216,8 @@ def _python(tree: Tree) -> Any:
 
 
 def _unescaped(text: str) -> str:
-    """`text` with the line breaks and tabs that a shell hands on as two characters, `\\n` and `\\t`."""
+    """Replace `\\n`, `\\t` and `\\\\`, which a shell passes on as two characters each, by the characters they stand
+    for."""
     return re.sub(r"\\([nt\\])", lambda found: {"n": "\n", "t": "\t"}.get(found[1], "\\"), text)
 
 
@@ -230,7 +232,7 @@ def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:
         raise UserError(f"{leaf.where}: {path} is above 2^63 - 1, the largest whole number")
     if hint is int and number and float(value).is_integer() and abs(value) <= MAX_WHOLE:
         return int(value)
-    if hint is float and number and value == value:  # NaN is no setting
+    if hint is float and number and value == value:  # NaN is not a valid setting
         return float(value)
     if hint is str and isinstance(value, str):
         return _text(value, leaf, path)
@@ -239,7 +241,7 @@ def _scalar(hint: Any, leaf: Leaf, path: str) -> Any:
 
 
 def _text(value: str, leaf: Leaf, path: str) -> str:
-    """`value`, if files and tokenizers can take it. Raises UserError."""
+    """Return `value` if files and tokenizers can take it. Raises UserError."""
     if "\0" in value:
         raise UserError(f"{leaf.where}: {path} holds the character U+0000, which no name and no text may; take it out")
     if any("\ud800" <= sign <= "\udfff" for sign in value):

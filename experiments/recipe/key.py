@@ -1,4 +1,4 @@
-"""What names a run's result: the hash of all that the result depends on."""
+"""Key of a run's result: the hash of everything the result depends on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flatshift.experiments.recipe.schema import Recipe
 
-_PLANS = ("sweep", "comparison", "extends")  # what decides which runs there are, not what one of them gives
+_PLANS = ("sweep", "comparison", "extends")  # these decide which runs exist, not the result of one
 _PLACES = ("device", "threads")
 _WATCHED = ("tracker",)
-"""What is told of a run, and changes none of its figures."""
+"""Blocks that report a run and do not change its metrics."""
 TRAINING_ROWS = 1000
 """Training rows that a cell evaluates by default."""
 _LATER: dict[tuple[str, str], Any] = {
@@ -30,27 +30,30 @@ _LATER: dict[tuple[str, str], Any] = {
     ("columns", "system"): "system",
     ("hygiene", "drops"): (),
 }
-"""(block, key) → default, where later versions added keys whose default is not null; at it they name no other run."""
+"""(block, key) → default, for keys added later whose default is not null. At its default such a key is left out of the
+hash, so that earlier runs keep their key."""
 _IDLE = (("hygiene", "memory_gib"),)
-"""(block, key) whose value changes no result: where records' arrays lie, not which are dropped."""
+"""(block, key) whose value changes no result: where records' arrays are stored, not which are dropped."""
 
 
 def recipe_key(recipe: Recipe, inputs: Any) -> str:
-    """16 hex digits of the resolved recipe and `inputs` (digests of the files it reads, and what else matters).
+    """Return 16 hex digits: the hash of the resolved recipe and `inputs` (digests of the files it reads, and whatever
+    else matters).
 
-    Null and absent are the same, so a key that a later version adds, null by default, renames no finished run; other
-    additions stand in `_LATER`.
+    Null and absent are the same, so a key that a later version adds with the default null changes no existing hash;
+    other additions are in `_LATER`.
     """
     tree = dataclasses.asdict(recipe)
     for name in (*_PLANS, *_WATCHED):
         tree.pop(name)
-    for name in (*_PLACES, "peak_tflops", "max_cut", "extend"):  # refuses; of runs that go on: no figure of a cell
+    # `max_cut` only refuses, `extend` is for resumed runs: neither changes a metric of a cell
+    for name in (*_PLACES, "peak_tflops", "max_cut", "extend"):
         tree["train"].pop(name)
-    for name in ("cache", "checks"):  # the second refuses, and changes no figure
+    for name in ("cache", "checks"):  # `checks` only refuses and changes no metric
         tree["data"].pop(name)
     if tree["eval"]["train_limit"] is None:
         tree["eval"]["train_limit"] = TRAINING_ROWS
-    tree["eval"].pop("cold")  # figures of the backbone, beside those of the run
+    tree["eval"].pop("cold")  # adds metrics of the base model, next to those of the run
     if tree["train"]["adapter_precision"] == "auto":
         tree["train"]["adapter_precision"] = "fp32"
     if tree["train"]["backbone_precision"] == "auto":
@@ -60,25 +63,25 @@ def recipe_key(recipe: Recipe, inputs: Any) -> str:
 
 
 def short_hash(value: Any) -> str:
-    """16 hex digits of plain values (mappings, sequences, numbers, text)."""
+    """Return 16 hex digits: the hash of plain values (mappings, sequences, numbers, text)."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def settings_tree(settings: Any) -> Any:
-    """A settings dataclass as plain values, without what is null."""
+    """Return a settings dataclass as plain values, without nulls."""
     return _present(dataclasses.asdict(settings))
 
 
 def block_tree(block: str, settings: Any) -> Any:
-    """`settings_tree` of the recipe's block of that name, without what `recipe_key` leaves out of it."""
+    """Return `settings_tree` of the recipe's block of that name, without the keys that `recipe_key` leaves out."""
     tree = {block: dataclasses.asdict(settings)}
     _forget(tree)
     return _present(tree)[block]
 
 
 def _forget(tree: dict[str, Any]) -> None:
-    """Take what `_LATER` and `_IDLE` have out of the blocks that are called so, at any depth."""
+    """Remove the keys in `_LATER` (at their default) and `_IDLE` from the blocks of that name, at any depth."""
     for block, values in tree.items():
         if not isinstance(values, dict):
             continue

@@ -1,7 +1,7 @@
 """Recipe = defaults < `extends:` < YAML < command line, resolved once and written with each value's origin.
 
-A chat run reads its own copy of the template, `template.jinja` of its directory, whose digest manifest.json has: the
-file that the recipe names may change, what the run reads must not.
+A chat run reads its own copy of the template, `template.jinja` in its directory, whose digest is in manifest.json: the
+file that the recipe names may change, the copy must not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from flatshift.finetune.run_directory import resume_command
 Named = TypeVar("Named", Files, TrainFiles, Source)
 _SHIPPED = Path(__file__).resolve().parent.parent / "recipes"
 _DEFAULT = "default"
-"""Origin of what nobody said."""
+"""Origin of values that nobody set."""
 HELD_OUT = 0.1
-"""`data.holdout` where the training rows are the user's own and nothing is said of others to judge by."""
+"""`data.holdout` where the training rows are the user's own and no other evaluation rows are named."""
 OWN_ROWS = "names rows of your own"
-"""End of the origins of settings that are so for that reason."""
+"""Ending of the origins of settings that follow from the user's own training rows."""
 _LENGTHS = ("steps", "epochs")
-"""Of `train`: both say how long; the upper layer's word counts."""
+"""Keys of `train` that both set the length of training; the one in the upper layer counts."""
 _EVALUATION = ("eval.", "task.score", "task.max_new_tokens", "task.num_beams", "task.metrics")
 _OTHER_ROWS = ("data.columns.", "data.bad_rows")
 """How rows are read, which may differ for files that are not the run's own."""
@@ -42,22 +42,23 @@ _MAY_CHANGE_ON_RESUME = ("mesh.", "train.steps", "train.extend", "train.device",
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe with the name it came by and where each given value was written."""
+    """A recipe with its name and the origin of each value that was set."""
 
     recipe: Recipe
     name: str
     origins: Origins
 
     def to_yaml(self) -> str:
-        """The whole tree, defaults included, one origin comment per value; loads again to the same recipe."""
+        """Return the whole tree as YAML, defaults included, with one origin comment per value; it loads again to the
+        same recipe."""
         return "\n".join(_dump(self.recipe, self.origins)) + "\n"
 
     def tree(self) -> Tree:
-        """The same as a tree that others may be laid over; each value knows its origin."""
+        """Return the whole tree for merging with others; each value keeps its origin."""
         return _placed(parse(self.to_yaml(), self.name), self.origins)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole tree as plain values."""
+        """Return the whole tree as plain values."""
         return dataclasses.asdict(self.recipe)
 
 
@@ -69,12 +70,12 @@ def _placed(tree: Tree, origins: Origins, path: str = "") -> Tree:
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Name → file of the recipes that ship with Flatshift."""
+    """Return name → file of the recipes that ship with Flatshift."""
     return {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
 
 
 def shipped_recipe(name: str) -> Path:
-    """The file of a shipped recipe. Raises UserError with the nearest name."""
+    """Return the file of a shipped recipe. Raises UserError with the nearest name."""
     shipped = shipped_recipes()
     if name not in shipped:
         raise UserError(f"no shipped recipe is called {name!r}{nearest(name, shipped)}")
@@ -100,7 +101,7 @@ def _locate(reference: str, beside: Path | None = None) -> Path:
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
-    """A recipe file's tree laid over what it extends."""
+    """Return a recipe file's tree merged over the one it extends."""
     path = path.resolve()
     if path in seen:
         raise UserError(f"{path}: `extends` goes in a circle: {' → '.join(str(p.name) for p in (*seen, path))}")
@@ -118,9 +119,9 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> Tree:
 
 
 def load_recipe(reference: str | None, overrides: Sequence[Branch] = (), *, of: type[Recipe] = Recipe) -> Resolved:
-    """Load a recipe file or shipped recipe and lay overrides (`from_override`) over it, later ones on top.
+    """Load a recipe file or shipped recipe and apply overrides (`from_override`), later ones on top.
 
-    reference: a path, a shipped name, or None for the defaults alone. of: what it fills.
+    reference: a path, a shipped name, or None for the defaults alone. of: the recipe class to fill.
     Raises UserError with file:line or flag, and the nearest valid name.
     """
     tree = Branch({}, "defaults") if reference is None else recipe_tree(reference)
@@ -128,14 +129,15 @@ def load_recipe(reference: str | None, overrides: Sequence[Branch] = (), *, of: 
 
 
 def recipe_tree(reference: str) -> Branch:
-    """What a recipe file or shipped recipe says, with what it extends, not yet judged; for many overrides of one."""
+    """Return the tree of a recipe file or shipped recipe, merged over what it extends and not yet validated; for
+    applying many overrides to one recipe."""
     tree = _read(_locate(reference))
     assert isinstance(tree, Branch)
     return tree
 
 
 def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type[Recipe] = Recipe) -> Resolved:
-    """Lay overrides over a tree and build it, as `load_recipe`."""
+    """Apply overrides to a tree and build the recipe, as `load_recipe` does."""
     origins: Origins = {}
     recipe = build(of, _on_own_rows(_on_vectors(apply_overrides(tree, overrides))), origins=origins)
     if recipe.train.epochs is not None and "train.steps" in origins:
@@ -148,7 +150,7 @@ def resolve_tree(tree: Tree, overrides: Sequence[Branch], *, name: str, of: type
 
 
 def _on_vectors(tree: Tree) -> Tree:
-    """`tree`, with the method that its embedder stands for where it names one and no method."""
+    """Set the default method of vectors where the tree names an embedder and no method."""
     block = tree.children.get("select") if isinstance(tree, Branch) else None
     if not isinstance(block, Branch) or "embedder" not in block.children:
         return tree
@@ -159,8 +161,11 @@ def _on_vectors(tree: Tree) -> Tree:
 
 
 def _on_own_rows(tree: Tree) -> Tree:
-    """`tree` without the sample that a shipped recipe judges by, where the training rows are the user's own; a tenth of
-    these is held out then, and of a target that is all there is, unless something else is asked for."""
+    """Replace the dev and test sample of a shipped recipe where the training rows are the user's own.
+
+    Unless something else is set, a tenth of those rows is held out instead, and so it is for a selection target when
+    the recipe names no training rows.
+    """
     train = {name: _at(tree, "data", "train", name) for name in ("sources", "files")}
     own = next((one for one in train.values() if one is not None and not _ships(one)), None)
     judged = {split: _at(tree, "data", split, "files") for split in ("dev", "test")}
@@ -184,8 +189,8 @@ def _on_own_rows(tree: Tree) -> Tree:
 
 
 def _without_pieces(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
-    """The recipe without the `train.overlong: split` of a shipped one, where the task has no pieces or a side to cut is
-    named."""
+    """Drop a shipped recipe's `train.overlong: split` where the task cannot be split into pieces or `train.truncation`
+    is set."""
     train = recipe.train
     if train.overlong != "split" or not origins.get("train.overlong", "").startswith(str(_SHIPPED)):
         return recipe, origins
@@ -204,7 +209,7 @@ def is_given(resolved: Resolved, key: str) -> bool:
 
 
 def _at(tree: Tree, *path: str) -> Tree | None:
-    """The tree at a path; None where there is none, a null or a default."""
+    """Return the subtree at a path; None if it is missing, null or a default."""
     for key in path:
         found = tree.children.get(key) if isinstance(tree, Branch) else None
         if found is None or found.where == _DEFAULT or (isinstance(found, Leaf) and found.value is None):
@@ -214,25 +219,25 @@ def _at(tree: Tree, *path: str) -> Tree | None:
 
 
 def _ships(tree: Tree) -> bool:
-    """True for what a shipped recipe says."""
+    """Return True if the tree comes from a shipped recipe."""
     return tree.where.startswith(str(_SHIPPED))
 
 
 def _texts(tree: Tree) -> list[str]:
-    """A value that is a text or a list of texts."""
+    """Return the texts of a value that is a text or a list of texts."""
     items = tree.items if isinstance(tree, Items) else (tree,)
     return [str(one.value) for one in items if isinstance(one, Leaf)]
 
 
 @functools.cache
 def _own_train(where: str) -> list[str] | None:
-    """The training files of the shipped recipe at `where`, FILE:LINE."""
+    """Return the training files of the shipped recipe at `where`, FILE:LINE."""
     files = _at(_read(Path(where.rpartition(":")[0])), "data", "train", "files")
     return None if files is None else _texts(files)
 
 
 def held_out_lines(resolved: Resolved) -> list[str]:
-    """Sentences on the rows that a run on the user's own training rows is evaluated by."""
+    """Return sentences on the rows that evaluate a run with the user's own training rows."""
     origins, share = resolved.origins, resolved.recipe.data.holdout
     emptied = [split for split in ("dev", "test") if origins.get(f"data.{split}.files", "").endswith(OWN_ROWS)]
     if (why := origins.get("data.holdout", "")).endswith(OWN_ROWS):
@@ -246,9 +251,9 @@ def held_out_lines(resolved: Resolved) -> list[str]:
 
 
 def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, Origins]:
-    """The recipe with the `select` block by which the selection of `select.from` was made, told as its origin.
+    """Return the recipe with the `select` block of the finished selection `select.from`, whose file becomes its origin.
 
-    Raises UserError for a directory that holds no finished selection, or flags that would have it otherwise.
+    Raises UserError for a directory without a finished selection, or flags that contradict it.
     """
     if recipe.select is None or recipe.select.from_ is None:
         return recipe, origins
@@ -275,15 +280,14 @@ def _with_finished_selection(recipe: Recipe, origins: Origins) -> tuple[Recipe, 
 
 
 def _layer(origin: str) -> str:
-    """Where a value was given: the command line, or a file whatever its line."""
+    """Return the layer that set a value: `--` for the command line, else the file without its line."""
     return "--" if origin.startswith("--") else origin.rpartition(":")[0] or origin
 
 
 def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
-    """`tree` with all of `overrides` laid over it, later ones on top.
+    """Return `tree` with all of `overrides` applied, later ones on top.
 
-    Where these say how long to train, by `train.steps` or by `train.epochs`, what `tree` says of it in the other way
-    goes.
+    If they set the length of training by `train.steps` or by `train.epochs`, the other key of `tree` is dropped.
     """
     given = {key for override in overrides for key in _LENGTHS if _train(override).get(key) is not None}
     if len(given) == 1 and isinstance(tree, Branch):
@@ -301,7 +305,7 @@ def apply_overrides(tree: Tree, overrides: Sequence[Tree]) -> Tree:
 
 
 def _train(tree: Tree) -> dict[str, Tree]:
-    """What a recipe's tree says of training; a null says nothing of how long."""
+    """Return the `train` settings of a tree, without a null length."""
     block = tree.children.get("train") if isinstance(tree, Branch) else None
     said = dict(block.children) if isinstance(block, Branch) else {}
     return {k: v for k, v in said.items() if not (k in _LENGTHS and isinstance(v, Leaf) and v.value is None)}
@@ -394,11 +398,12 @@ def resume_recipe(run: Path, overrides: Sequence[Branch] = (), *, other_rows: bo
 
 
 def read_origins(path: Path, recipe: Recipe) -> Origins:
-    """What the file of a resolved recipe says of where each value came from; nothing of values changed by hand.
+    """Return the origins written in the file of a resolved recipe; values that were edited by hand have none.
 
-    recipe: what the file says.
+    recipe: the recipe that the file holds.
     """
     found: Origins = {}
+    # Dump the recipe again with each key as its origin, and match the lines: an edited value no longer matches.
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for said, ours in zip(lines, _dump(recipe, _Places()), strict=False):
         value, is_one, place = ours.rpartition(_PLACE)
@@ -411,7 +416,7 @@ _PLACE = "  # at "
 
 
 class _Places(dict[str, str]):
-    """Gives as the origin of each value its own key."""
+    """Mapping that returns each value's key as its origin."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return f"at {key}"
@@ -427,7 +432,7 @@ def _flatten(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def get_dotted(recipe: Recipe, key: str) -> Any:
-    """The value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
+    """Return the value at a dotted key. Raises UserError with the nearest name if a part does not exist."""
     value: Any = recipe
     for part in key.replace("-", "_").split("."):
         known = {key_of(f.name): f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else {}
@@ -439,11 +444,11 @@ def get_dotted(recipe: Recipe, key: str) -> Any:
 
 _SAFE_TEXT = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 _LONGEST_KEY = 1000
-"""Characters of a key as `key: value` in YAML, which reads no further ahead than 1,024."""
+"""Characters of a key as `key: value`; YAML looks for the colon within 1,024 characters only."""
 
 
 def _escaped(text: str) -> str:
-    """`text` without what cannot stand in YAML as it is, or would be read as a line end: that as an escape."""
+    """Replace the characters that YAML cannot hold, or would read as a line end, by escapes."""
     return "".join(sign if sign.isprintable() else _escape(ord(sign)) for sign in text)
 
 
@@ -486,9 +491,9 @@ def _dump(value: Any, origins: Origins, path: str = "", depth: int = 0) -> list[
         name, child = key_of(field.name), getattr(value, field.name)
         child_path = f"{path}.{name}" if path else name
         if child_path == "extends":
-            continue  # already laid under; the resolved file stands alone
+            continue  # already merged; the resolved file stands alone
         if child_path == "train.steps" and value.epochs is not None:
-            continue  # nobody knows them yet
+            continue  # unknown until the rows are counted
         if dataclasses.is_dataclass(child):
             lines.append(f"{pad}{name}:")
             lines += _dump(child, origins, child_path, depth + 1)
@@ -513,20 +518,20 @@ COPY = "template.jinja"
 
 
 def names_file(recipe: Recipe) -> bool:
-    """Whether `task.template` is a file of the user's, not a shipped name or the tokenizer's own."""
+    """Return True if `task.template` is a file of the user, not a shipped name or the tokenizer's own template."""
     return recipe.task.template not in (AUTO, *shipped_templates())
 
 
 def template_copy(recipe: Recipe) -> dict[str, str]:
-    """What a new run directory keeps of the user's template: file name → text; nothing where there is none."""
+    """Return the template file to copy into a new run directory, as file name → text; empty without a template file."""
     return {COPY: template_text(recipe.task.template)} if names_file(recipe) else {}
 
 
 def with_own_template(run: Path, recipe: Recipe) -> Recipe:
-    """`recipe` with the copy of its template that the run directory `run` keeps.
+    """Return `recipe` with the copy of its template in the run directory `run`.
 
-    Raises UserError where the template (of runs of earlier versions: the live file) is not the one that
-    manifest.json notes.
+    Raises UserError if the template (for runs of earlier versions: the live file) differs from the digest in
+    manifest.json.
     """
     task, file = recipe.task, run / "manifest.json"
     if names_file(recipe) and (run / COPY).is_file():

@@ -1,7 +1,7 @@
-"""What no run can do, refused before anything is read or trained: a table, over that of a mesh.
+"""Settings that no run can combine, refused before anything is read or trained; a table on top of the one for meshes.
 
-`flatshift.finetune.planner.rules` says what goes with what on a mesh; this table what else of a recipe does not go
-together, and what a cell of a sweep or study cannot be. docs/support-matrix.md prints both. Imports nothing heavy.
+`flatshift.finetune.planner.rules` lists the combinations that work on a mesh; this table lists the other conflicts in a
+recipe, and the restrictions of cells of a sweep or study. docs/support-matrix.md prints both. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from flatshift.finetune.planner.rules import RuleSettings, check_settings
 from flatshift.selection.config import GotD
 
 COMPILED_REGULARIZERS = ("plain", "ggpo", "flat-lora")
-"""Those whose compiled steps are compared with eager ones in the tests."""
+"""Regularizers whose compiled steps are compared with eager ones in the tests."""
 
 
 @dataclass(frozen=True)
 class RecipeRule:
-    """A sentence, and when it is told."""
+    """A message and the condition for raising it."""
 
     says: str
-    """What, why, and the nearest valid setting; `{it}` is what `broken` found."""
+    """The conflict, its reason and the nearest valid setting; `{it}` is the value that `broken` returned."""
     broken: Callable[[Recipe], Any]
-    """What is wrong with a recipe; nothing (None, False) where it obeys."""
+    """Function of a recipe that returns the offending value; None or False if the recipe obeys the rule."""
 
 
 def _compiled(other: str, why: str, broken: Callable[[Recipe], Any]) -> RecipeRule:
@@ -180,7 +180,7 @@ CELL_RULES: tuple[RecipeRule, ...] = (
         lambda r: r.train.epochs is not None,
     ),
 )
-"""What a cell of a sweep or study cannot be beside."""
+"""Restrictions of a cell of a sweep or study, in addition to `RULES`."""
 SPLIT_RULES: tuple[RecipeRule, ...] = (
     RecipeRule(
         "select.method.kind: {it} is not divided among processes, only gotd is, whose passes over the pool need no "
@@ -197,27 +197,27 @@ SPLIT_RULES: tuple[RecipeRule, ...] = (
         lambda r: r.select is not None and isinstance(r.select.method, GotD) and r.select.method.debiased,
     ),
 )  # fmt: skip
-"""What a selection over several processes cannot be."""
+"""Restrictions of a selection over several processes."""
 
 
 def check_rules(recipe: Recipe) -> None:
-    """Raise UserError for the first rule of this table that a recipe breaks."""
+    """Raise UserError for the first rule of `RULES` that the recipe breaks."""
     _check(RULES, recipe)
 
 
 def check_cell(recipe: Recipe) -> None:
-    """Refuse what a cell of a sweep or study cannot be, though a run can. Raises UserError."""
+    """Raise UserError for a recipe that can be run, but not as a cell of a sweep or study."""
     _check(CELL_RULES, recipe)
 
 
 def check_split(recipe: Recipe) -> None:
-    """Refuse what a selection over several processes cannot be. Raises UserError."""
+    """Raise UserError for a selection that cannot be divided among processes."""
     _check(SPLIT_RULES, recipe)
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Refuse what no run can do: settings that do not go together, a package that is not here, a regularizer's bad
-    setting, a task that the backbone has no class for. Raises UserError."""
+    """Raise UserError for a recipe that no run can carry out: conflicting settings, a missing package, an invalid
+    regularizer setting, or a task that the backbone has no class for."""
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.quantize import check_available
     from flatshift.finetune.train.optimizer import check_optimizer
@@ -254,8 +254,8 @@ def _check(rules: tuple[RecipeRule, ...], recipe: Recipe) -> None:
 
 
 def _check_warm_up(recipe: Recipe, warmup: WarmUp) -> None:
-    """Refuse a warm-up that the backbone cannot be trained by, and a fine-tune after it that would be refused only
-    then."""
+    """Refuse a warm-up that the backbone cannot be trained with, and a fine-tune that would be refused only after
+    it."""
     from flatshift.finetune.models.backbone import check_task, open_backbone
 
     recipe.task.refuse("warmup")

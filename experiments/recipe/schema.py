@@ -35,71 +35,72 @@ from flatshift.selection.hygiene.hygiene_config import Hygiene
 
 @dataclass(frozen=True, kw_only=True)
 class Select:
-    """What is chosen from which pool for which target."""
+    """Data selection: pool, target and method."""
 
     from_: str | None = None
-    """Directory of a selection that is finished (`flatshift select --out`): `train` takes it as it is, with the
-    settings it was made by, and reads no pool. Null: the selection is made."""
+    """Directory of a finished selection (`flatshift select --out`): `train` uses it with the settings it was made with,
+    and reads no pool. Null: the selection is made."""
     pool: Files = field(default_factory=Files)
     """Candidate records, unlabelled."""
     target: Files = field(default_factory=Files)
-    """Samples of the task; empty: the run's own training rows."""
+    """Examples of the task; empty: the run's own training rows."""
     negative: Files = field(default_factory=Files)
-    """Examples of what must not be learnt (gotd-contrast)."""
+    """Examples of text that must not be learnt (gotd-contrast)."""
     eval: Files = field(default_factory=Files)
-    """Texts that are judged on, beside the recipe's own dev and test rows: what `hygiene` keeps the pool clear of."""
+    """Evaluation texts, in addition to the recipe's dev and test rows, that `hygiene` removes from the pool."""
     hygiene: Hygiene = field(default_factory=Hygiene)
-    """What is removed from the pool before anything is chosen."""
+    """Removed from the pool before anything is chosen."""
     budget: int = 1000
-    """Records to choose, no text twice; cynical with `select.method.repeats` counts readings."""
+    """Records to choose, without duplicate texts; cynical with `select.method.repeats` counts repetitions too."""
     method: Method = field(default_factory=Cynical)
-    """How records are scored. Left out where an `embedder` is named: gotd, which works on its vectors."""
+    """Scoring method. Default if an `embedder` is named: gotd, which works on its vectors."""
     embedder: Embedder = field(default_factory=TfIdf)
-    """How texts become vectors (methods that need them)."""
+    """Embedder of the texts (for methods that need vectors)."""
     cache: str = ""
-    """Directory that keeps vectors in shards, named by what they were made of and shared by any number of runs: a run
-    that was killed goes on from there. Empty: nothing is kept. Also holds copies of your own features that lie in an
+    """Directory for vectors, stored in shards that are named by their inputs and shared by any number of runs; an
+    interrupted run resumes from there. Empty: nothing is stored. Also holds copies of your own features that are in an
     object store."""
     feature_type: Literal["float32", "float16"] = "float32"
-    """How vectors are stored; `float16`: half the space."""
+    """Storage type of vectors; `float16` halves the space."""
     chunk: Chunk | None = None
     """Cut the pool's texts to one length before anything is chosen."""
     relevance: Relevance | None = None
-    """Judge the pool's domains as wholes first: choose some of them, or weight them."""
+    """Score whole domains of the pool first: choose some of them, or weight them."""
     checks: bool = True
-    """Lengths, scripts, sources and repeats of what was chosen beside target and pool, and what spoke for the first
-    choices; for methods that work on features also whether the selection lowers the transport distance to the target,
-    and which targets the pool cannot serve, on a few thousand rows."""
+    """Report lengths, scripts, sources and repeats of the chosen records compared with target and pool, and the reasons
+    for the first choices. For methods that work on features also report whether the selection lowers the transport
+    distance to the target, and which targets the pool cannot serve, on a few thousand rows."""
     columns: Columns = field(default_factory=Columns)
     """Column names of pool and target."""
     domain_column: str = "domain"
-    """Column that names a record's domain: for the report, for the method `domains`, and for the subsets of `less`."""
+    """Column with a record's domain: for the report, for the method `domains`, and for the subsets of `less`."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """A malformed record stops the run with its file:line, or is skipped and counted."""
+    """Action on a malformed record: stop the run with its file:line, or skip and count it."""
 
     def __post_init__(self) -> None:
         check_bounds(self, budget=(1, None))
 
     @property
     def own(self) -> PrecomputedFeatures | None:
-        """Features of the user's own, where no embedder makes any."""
+        """Precomputed features of the user; None if an embedder makes them."""
         return self.embedder if isinstance(self.embedder, PrecomputedFeatures) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUp:
-    """The light pre-fine-tune on the selection: language modelling with the same adapter and regularizer."""
+    """Light fine-tune on the selection before the main one: language modelling with the same adapter and
+    regularizer."""
 
     task: LanguageModel | MaskedLM | None = None
-    """What the selection teaches; null: masked language modelling for an encoder, causal for a decoder."""
+    """Objective of the warm-up; null: masked language modelling for an encoder, causal for a decoder."""
     steps: int = 100
-    """Optimizer updates."""
+    """Optimizer steps."""
     lr: float = 1e-3
     """Peak learning rate."""
     batch_size: int = 8
-    """Rows of one micro-batch."""
+    """Examples of one micro-batch."""
     accumulate: int = 1
-    """Micro-batches of one update."""
+    """Micro-batches of one optimizer step."""
 
     def __post_init__(self) -> None:
         check_bounds(self, steps=(1, None), lr=(0, None), batch_size=(1, None), accumulate=(1, None))
@@ -109,17 +110,17 @@ class WarmUp:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """The grid that `flatshift sweep` runs when `--grid` and `--seeds` are not given."""
+    """Grid that `flatshift sweep` runs without `--grid` and `--seeds`."""
 
     grid: dict[str, tuple] = field(default_factory=dict)
     """Dotted key: values."""
     seeds: int = 5
-    """Values of `train.seed`: the recipe's own (0), the next one, …; below five no verdict is given."""
+    """Number of values of `train.seed`: the recipe's own (0), the next one, …; fewer than five give no verdict."""
     design: Literal["grid", "paired", "random"] = "grid"
     """All combinations of the values (grid), first values together, second together, … (paired), or points drawn from
     lists and from ranges `lo..hi` and `lo..hi:log` (random)."""
     points: int | None = None
-    """How many points to draw (design: random)."""
+    """Number of points to draw (design: random)."""
     metric: str = "auto"
     """The held-out figure that curves, verdicts and the lowest setting are of: any that the task is judged by, for
     example `f1_macro`, drawn as 1 less the metric where higher is better. `auto`: error where there is one, else
@@ -131,26 +132,26 @@ class SweepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything one run needs."""
+    """All settings of one run."""
 
     extends: str | None = None
-    """A recipe file (relative to this one) or shipped name whose values this recipe starts from."""
+    """Recipe file (relative to this one) or shipped name whose values this recipe starts from."""
     backbone: str = "flatshift-5m"
     """A shipped name, a hub name, or a local directory."""
     task: Task = field(default_factory=LanguageModel)
-    """What is learned."""
+    """Training task."""
     data: Data = field(default_factory=Data)
-    """Rows to train and judge on."""
+    """Rows to train and evaluate on."""
     select: Select | None = None
     """Data selection before the warm-up; null: none."""
     warmup: WarmUp | None = None
-    """Warm-up stage on the selection; null: fine-tune the cold backbone."""
+    """Warm-up stage on the selection; null: fine-tune the base model directly."""
     adapter: Adapter = field(default_factory=Adapter)
     """The LoRA adapter."""
     regularizer: RegularizerConfig = field(default_factory=Plain)
-    """What is added to a training step."""
+    """Addition to a training step."""
     optimizer: Optimizer = field(default_factory=Optimizer)
-    """AdamW and its schedule."""
+    """Optimizer and its schedule."""
     train: Train = field(default_factory=Train)
     """Steps, batches, evaluation and checkpoints."""
     mesh: Mesh = field(default_factory=Mesh)
@@ -158,9 +159,9 @@ class Recipe:
     eval: Evaluate = field(default_factory=Evaluate)
     """Metrics and intervals."""
     tracker: Tracker = field(default_factory=Tracker)
-    """Where the lines of metrics.jsonl go besides."""
+    """Experiment trackers that also receive the rows of metrics.jsonl."""
     record: Record | None = None
-    """What is written down at log-spaced steps of fine-tuning; null: nothing but metrics.jsonl."""
+    """Quantities recorded at log-spaced steps of fine-tuning; null: nothing but metrics.jsonl."""
     sweep: SweepConfig | None = None
     """Default grid of `flatshift sweep`."""
     comparison: Comparison | None = None
@@ -168,7 +169,7 @@ class Recipe:
 
 
 def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
-    """What the recipe's warm-up trains, and why."""
+    """Return the task of the recipe's warm-up, and the reason for it."""
     from flatshift.finetune.models.backbone import open_backbone
 
     if recipe.warmup is not None and recipe.warmup.task is not None:
@@ -186,8 +187,8 @@ def warm_up_task(recipe: Recipe) -> tuple[LanguageModel | MaskedLM, str]:
 
 @functools.cache
 def dotted_keys() -> tuple[str, ...]:
-    """Every key that takes a value, as `train.steps`, in the order of the dataclasses; of a component with kinds, the
-    settings of all of them."""
+    """Return every key that takes a value, such as `train.steps`, in the order of the dataclasses; for a component with
+    kinds, the settings of all kinds."""
     return tuple(dict.fromkeys(_below(Recipe, "")))
 
 
@@ -205,7 +206,7 @@ def _below(cls: type, path: str) -> typing.Iterator[str]:
 
 
 def keys_by_room(width: int = 100) -> str:
-    """Paragraphs `train: steps, batch_size, …`, a room each, no line longer than `width` characters."""
+    """Return paragraphs `train: steps, batch_size, …`, one per block, no line longer than `width` characters."""
     rooms: dict[str, list[str]] = {}
     for key in dotted_keys():
         room, _, rest = key.partition(".")
@@ -225,6 +226,6 @@ def keys_by_room(width: int = 100) -> str:
 
 
 def ending_with(word: str) -> list[str]:
-    """Keys whose last word is `word`: those of the training first, the deepest last."""
+    """Return the keys whose last part is `word`: those of `train` first, the deepest last."""
     found = [key for key in dotted_keys() if "." in key and key.rpartition(".")[2] == word]
     return sorted(found, key=lambda key: (not key.startswith("train."), key.count(".")))

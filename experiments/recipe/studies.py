@@ -1,4 +1,4 @@
-"""What a sweep and a comparison are asked for. Imports nothing heavy: the command line parses with it."""
+"""Settings of sweeps and comparisons. Imports nothing heavy, since the command line parses with it."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from flatshift.finetune.config import check_bounds
 
 @dataclass(frozen=True, kw_only=True)
 class StudyTask:
-    """One task of a comparison: a file of rows and what it changes in the recipe."""
+    """One task of a comparison: a file of rows and its changes to the recipe."""
 
     file: str
-    """Rows with their `split`, relative to the directory that `--data` names; or a path, or `sample:NAME`."""
+    """Rows with a `split` column: a path relative to the directory that `--data` names, another path, or
+    `sample:NAME`."""
     set: dict[str, Any] = field(default_factory=dict)
     """Recipe keys (dotted) and their values for this task."""
     train: int = 300
-    """Labelled rows of one run, drawn by its seed from the rows that are neither validation nor test."""
+    """Labelled training examples of one run, drawn by its seed from the rows that are neither validation nor test."""
     validation: int = 400
-    """Rows that choose settings, drawn once for all."""
+    """Examples that settings are chosen on, drawn once for all runs."""
     test: int = 500
-    """Rows that are judged once, drawn once for all from the split `test_split`."""
+    """Examples of the final evaluation, drawn once for all runs from the split `test_split`."""
     test_split: str = "test"
-    """The value of the column `split` that marks test rows; the training rows are those marked `train`."""
+    """Value of the column `split` that marks test rows; training rows are those marked `train`."""
 
     def __post_init__(self) -> None:
         check_bounds(self, train=(1, None), validation=(1, None), test=(1, None))
@@ -33,57 +34,58 @@ class StudyTask:
 
 @dataclass(frozen=True, kw_only=True)
 class StudyMethod:
-    """One method of a comparison: what it changes in the recipe, and which settings of it are tried."""
+    """One method of a comparison: its changes to the recipe and the settings tried."""
 
     set: dict[str, Any] = field(default_factory=dict)
     """Recipe keys (dotted) and their values for this method."""
     lr: tuple[float, ...] = ()
     """Learning rates of the first trials; empty: those of the comparison."""
     knobs: dict[str, tuple] = field(default_factory=dict)
-    """The method's own keys (dotted) and the values tried, each with every learning rate."""
+    """Method-specific keys (dotted) and the values tried, each combined with every learning rate."""
     confirmatory: bool = False
-    """Named beforehand and run with all seeds; the others are exploratory, with `exploratory_seeds`."""
+    """True for a method named beforehand and run with all seeds; the others are exploratory, with
+    `exploratory_seeds`."""
     tasks: tuple[str, ...] = ()
-    """Tasks it is run on; empty: all."""
+    """Tasks to run it on; empty: all."""
     note: str = ""
-    """What it is, for the page."""
+    """Description of the method, for the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Methods against a baseline on several tasks, by one protocol; `flatshift compare` runs it."""
+    """Methods compared with a baseline on several tasks under one protocol; `flatshift compare` runs it."""
 
     tasks: dict[str, StudyTask] = field(default_factory=dict)
     """Name → task."""
     methods: dict[str, StudyMethod] = field(default_factory=dict)
     """Name → method; all get the same number of trials on every task."""
     metric: str = "auto"
-    """What methods are judged by, trials and final runs alike. `auto`: accuracy, where other tasks than classification
-    are judged by their loss and stand beside the primary endpoint. Any other that all tasks are judged by, for example
-    `f1_macro`, `numeric_match` or `loss`: the endpoint is its mean over all informative tasks."""
+    """Metric that methods are compared by, in trials and final runs alike. `auto`: accuracy; tasks other than
+    classification are compared by their loss and reported next to the primary endpoint. Any other metric that all tasks
+    have, for example `f1_macro`, `numeric_match` or `loss`: the endpoint is its mean over all informative tasks."""
     baseline: str = "plain"
-    """The method that the others are compared with."""
+    """Method that the others are compared with."""
     controls: dict[str, str] = field(default_factory=dict)
     """Control → the method that must beat it for its idea to be the cause."""
     lr: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3)
     """Learning rates of the first trials."""
     rounds: int = 2
-    """Further trials of every method, one after the other: beyond the edge of its learning rates if the best lies
-    there, else between the best and its better neighbour."""
+    """Further trials of every method, one after the other: beyond the edge of its learning rates if the best is at the
+    edge, else between the best and its better neighbour."""
     seeds: int = 10
-    """Runs of the baseline and the confirmatory methods: `train.seed` 0, 1, …"""
+    """Runs of the baseline and of the confirmatory methods: `train.seed` 0, 1, …"""
     exploratory_seeds: int = 5
     """Runs of the other methods, with the first of the same seeds."""
     tuning_seeds: tuple[int, ...] = (1_000_003, 1_000_033, 1_000_037)
     """`train.seed` of trials; never used for a final run. All trials run under the first, the `finalists` under all:
-    near the edge of stability one seed may like a setting that breaks down under the next."""
+    near the edge of stability a setting may work with one seed and break down with the next."""
     finalists: int = 2
-    """Best trials of every method that run under all tuning seeds and are judged by their mean over them."""
+    """Best trials of every method that run under all tuning seeds and are compared by their mean over them."""
     equal_time_above: float = 1.15
-    """Methods whose step costs more CPU time than the baseline's by this factor run once more with as many steps as
-    the baseline's time allows."""
+    """Methods whose step costs more CPU time than the baseline's by this factor run once more with as many steps as the
+    baseline's time allows."""
     sharpness_sigma: float = 0.05
-    """σ of E[L(w+ε)] − L(w): noise whose rows are σ times as long as the weight's."""
+    """σ of E[L(w+ε)] − L(w): the norm of the noise of a row, relative to that of the weight's row."""
     sharpness_seeds: int = 2
     """Final runs of each method and task whose sharpness is measured; 0: none."""
     resamples: int = 2000
@@ -132,22 +134,22 @@ class Comparison:
                     raise ValueError(f"methods.{name}.tasks has {task!r}, which is none of {', '.join(self.tasks)}")
 
     def rates(self, method: StudyMethod) -> tuple[float, ...]:
-        """Learning rates of a method's first trials, rising."""
+        """Return the learning rates of a method's first trials, ascending."""
         return method.lr or self.lr
 
     @property
     def trials(self) -> int:
-        """First trials of every method on every task."""
+        """Number of first trials of every method on every task."""
         method = self.methods.get(self.baseline, StudyMethod())
         return len(self.rates(method)) * math.prod(len(values) for values in method.knobs.values())
 
     def runs_on(self, name: str) -> list[str]:
-        """Tasks of a method, in the order of `tasks`."""
+        """Return the tasks of a method, in the order of `tasks`."""
         chosen = self.methods[name].tasks
         return [task for task in self.tasks if not chosen or task in chosen]
 
     def seeds_of(self, name: str) -> range:
-        """Seeds of a method's final runs."""
+        """Return the seeds of a method's final runs."""
         every = name == self.baseline or self.methods[name].confirmatory
         return range(self.seeds if every else min(self.exploratory_seeds, self.seeds))
 
@@ -162,19 +164,19 @@ def _check_rates(name: str, rates: tuple[float, ...]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """Which cells a sweep has, and how they are run; None: as the recipe's own `sweep` block says, or the default."""
+    """Cells of a sweep and the way they are run; None: the value in the recipe's `sweep` block, or the default."""
 
     grid: tuple[str, ...] | None = None
-    """key=v1,v2,… for each axis (random: also key=lo..hi and key=lo..hi:log); by default the recipe's own
-    `sweep.grid`."""
+    """key=v1,v2,… for each axis (random: also key=lo..hi and key=lo..hi:log); by default the recipe's `sweep.grid`."""
     seeds: int | None = None
-    """Values of train.seed, from the recipe's own (0) on; by default the recipe's own `sweep.seeds`."""
+    """Number of values of train.seed, from the recipe's own (0) upwards; by default the recipe's `sweep.seeds`."""
     design: Literal["grid", "paired", "random"] | None = None
     """All combinations, first values together and second together, or points drawn at random; grid by default."""
     points: int | None = None
-    """How many points to draw (--design random)."""
+    """Number of points to draw (--design random)."""
     bisect: str | None = None
-    """data.train.limit[=lo..hi]: find for each point how many training rows it still fits; written to emc.json."""
+    """data.train.limit[=lo..hi]: find for each point the number of training rows it can still fit; written to
+    emc.json."""
     epsilon: float | None = None
     """Mean train error up to which rows count as fitted (--bisect); 0.1 by default."""
     jobs: int | None = None
@@ -184,17 +186,18 @@ class SweepOptions:
     max_cells: int | None = None
     """Refuse a plan of more cells (points times seeds) than this; 10000 by default."""
     part: str | None = None
-    """i/n: run only this part of the cells, into a directory of its own (for arrays of jobs that share no disk)."""
+    """i/n: run only this part of the cells, in a separate directory (for job arrays without a shared disk)."""
     merge: tuple[Path, ...] = ()
     """Sweep directories whose finished cells are gathered in --out; nothing is trained, a missing cell is refused."""
     shared: bool = False
-    """Take part in a sweep whose --out several hosts share: start the same command on each; a cell is trained by one of
-    them, and what a dead host was at is taken over."""
+    """Take part in a sweep whose --out is shared by several hosts: start the same command on each. Each cell is trained
+    by one host; the cells of a dead host are taken over."""
     lease: float | None = None
-    """Seconds without a sign of life after which another host's cell is taken over (--shared); 60 by default."""
+    """Seconds without a heartbeat after which another host's cell is taken over (--shared); 60 by default."""
     until: Literal["decided"] | None = None
-    """decided: add seeds in steps, up to --seeds, until every curve has a verdict; the tests share their level out."""
+    """decided: add seeds in steps, up to --seeds, until every curve has a verdict; the error level is split among the
+    tests."""
     rerun_stale: bool = False
-    """Run finished cells anew that another version of the code made."""
+    """Rerun finished cells that another version of the code produced."""
     rerun_failed: bool = False
-    """Run cells anew that failed (no memory, a dead worker, rows that were refused), but for those that diverged."""
+    """Rerun cells that failed (out of memory, a dead worker, refused rows), except those that diverged."""

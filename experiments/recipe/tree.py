@@ -1,7 +1,7 @@
-"""YAML 1.2 (core schema) as a tree that remembers where every key and value was written.
+"""YAML 1.2 (core schema) as a tree that records where every key and value was written.
 
 PyYAML parses the syntax; its YAML 1.1 scalar rules (`no` is false, `5e-4` is text, `1:30` is ninety) are replaced by
-the core schema's, and mappings keep `file:line` so that an error can point at it.
+those of the core schema, and mappings keep `file:line` for error messages.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from flatshift.finetune.errors import UserError, shortened
 
 _MAX_DEPTH = 32
 _MAX_BYTES = 1 << 20
-"""Of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it."""
+"""Maximum size of a recipe file: PyYAML reads about a MiB in ten seconds, and no recipe needs a hundredth of it."""
 _MAX_NODES = 100_000
-"""Values of a recipe with every alias written out."""
+"""Maximum number of values of a recipe, with every alias expanded."""
 MAX_WHOLE = 2**63 - 1
 _TOO_DEEP = f"nested deeper than {_MAX_DEPTH} levels; a recipe needs no more than five"
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One scalar: its value, the text it was written as, and where."""
+    """A scalar: its value, its text as written, and its place."""
 
     value: Any
     text: str
@@ -38,7 +38,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Items:
-    """A sequence; `text` is what was typed, where it came from a flag."""
+    """A sequence; `text` is the text typed on the command line, for a value from a flag."""
 
     items: tuple[Tree, ...]
     where: str
@@ -47,7 +47,8 @@ class Items:
 
 @dataclass(frozen=True)
 class Branch:
-    """A mapping; `keys` has the place of each key, `text` what was typed, where it came from a flag."""
+    """A mapping; `keys` has the place of each key, `text` the text typed on the command line, for a value from a
+    flag."""
 
     children: dict[str, Tree]
     where: str
@@ -65,7 +66,7 @@ class _CoreLoader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """As the base class, up to `_MAX_DEPTH`: what it does is quadratic in the depth, and recursive."""
+        """Call the base class up to `_MAX_DEPTH` levels: it is recursive, and quadratic in the depth."""
         if self.depth > _MAX_DEPTH:
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, _TOO_DEEP, mark)
@@ -98,7 +99,7 @@ def _scalar(node: yaml.ScalarNode, where: str) -> Any:
         return text
     if kind not in _WRITTEN or not node.tag.startswith("tag:yaml.org,2002:"):
         raise _foreign_tag(node, where)
-    if not _WRITTEN[kind].match(text):  # a tag that was written out: `!!int abc`
+    if not _WRITTEN[kind].match(text):  # an explicit tag: `!!int abc`
         raise UserError(f"{where}: {shortened(text)!r} is no {kind}; leave the tag out")
     if kind == "null":
         return None
@@ -106,7 +107,7 @@ def _scalar(node: yaml.ScalarNode, where: str) -> Any:
         return text.lower() == "true"
     if kind == "int":
         base = 8 if text.startswith("0o") else 16 if text.startswith("0x") else 10
-        # more digits than any setting takes, and at thousands of them more than Python reads
+        # more digits than any setting needs; Python refuses to parse thousands of them
         value = int(text, base) if len(text) <= 70 else MAX_WHOLE + 1
         if abs(value) > MAX_WHOLE:
             raise UserError(f"{where}: {shortened(text)} is above 2^63 - 1, the largest whole number; quote it as text")
@@ -119,7 +120,7 @@ def _foreign_tag(node: yaml.Node, where: str) -> UserError:
 
 
 class _Reader:
-    """Turns the nodes of one document into a tree, and counts them: an alias as often as it stands there."""
+    """Converts the nodes of one document into a tree and counts them; an alias counts each time it is used."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -130,7 +131,7 @@ class _Reader:
         self.seen += 1
         if self.seen > _MAX_NODES:
             raise UserError(f"{where}: more than {_MAX_NODES:,} values, each alias counted in full; write fewer")
-        if depth > _MAX_DEPTH:  # an alias inside what it stands for
+        if depth > _MAX_DEPTH:  # an alias inside the node it refers to
             raise UserError(f"{where}: {_TOO_DEEP}")
         if isinstance(node, yaml.ScalarNode):
             return Leaf(_scalar(node, where), node.value, where)
@@ -182,7 +183,7 @@ def parse(text: str, source: str) -> Tree:
 
 
 def parse_file(path: Path) -> Tree:
-    """Parse a recipe file. Raises UserError if it cannot be read, or is larger than any recipe is."""
+    """Parse a recipe file. Raises UserError if it cannot be read or is too large."""
     try:
         if (size := path.stat().st_size) > _MAX_BYTES:
             raise UserError(f"{path}: {size:,} bytes are too many for a recipe (at most {_MAX_BYTES:,}); is it one?")
@@ -195,11 +196,11 @@ def parse_file(path: Path) -> Tree:
 
 
 def merge(lower: Tree, upper: Tree) -> Tree:
-    """Lay `upper` over `lower`: mappings merge key by key, everything else is replaced.
+    """Merge `upper` over `lower`: mappings merge key by key, everything else is replaced.
 
-    Where `upper` changes a component's `kind`, the settings of the other kind below it are dropped with it; a
-    component written as its bare kind (`regularizer: ggpo`) merges like the mapping it stands for: laid over the same
-    kind it leaves its settings, laid over another it starts from its own defaults.
+    Where `upper` changes a component's `kind`, the settings of the other kind are dropped. A component written as its
+    bare kind (`regularizer: ggpo`) merges like the mapping it stands for: over the same kind it keeps the settings,
+    over another kind it starts from that kind's defaults.
     """
     if not isinstance(upper, Branch):
         return _same_kind(lower, upper) or upper
@@ -218,7 +219,7 @@ def merge(lower: Tree, upper: Tree) -> Tree:
 
 
 def _same_kind(lower: Tree, upper: Tree) -> Branch | None:
-    """The component `lower`, where `upper` is nothing but its kind again."""
+    """Return the component `lower` if `upper` only names the same kind; else None."""
     if not (isinstance(lower, Branch) and isinstance(upper, Leaf) and isinstance(upper.value, str)):
         return None
     kind = lower.children.get("kind")
@@ -230,9 +231,9 @@ def _same_kind(lower: Tree, upper: Tree) -> Branch | None:
 
 
 def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
-    """The tree of one command-line override, `--a.b value`, to be laid over a recipe.
+    """Return the tree of one command-line override, `--a.b value`, to be merged over a recipe.
 
-    dotted: the key, `-` and `_` alike. value: text as typed, read as a YAML value, or a number, or a tuple of texts.
+    dotted: the key, `-` and `_` alike. value: text as typed, parsed as a YAML value, or a number, or a tuple of texts.
     where: the flag to name in errors, by default `--dotted`.
     """
     where = where or f"--{dotted}"
@@ -250,11 +251,12 @@ def from_override(dotted: str, value: Any, where: str | None = None) -> Branch:
 
 
 def from_mapping(values: Mapping[str, Any], where: str = "overrides") -> Branch:
-    """The tree of plain Python values, to be laid over a recipe: `{"train": {"steps": 4}}` or `{"train.steps": 4}`.
+    """Return the tree of plain Python values, to be merged over a recipe: `{"train": {"steps": 4}}` or `{"train.steps":
+    4}`.
 
     Values are numbers, texts, paths, None, lists, mappings, and settings as dataclasses (`GotD(epsilon=0.1)`). Dots
-    part levels in the outermost keys only: below, a name may be the user's own.
-    where: what to name in errors. Raises UserError for any other type, or for a key that is given twice.
+    separate levels in the outermost keys only: below, a name may be the user's own.
+    where: the name to use in errors. Raises UserError for any other type, or for a key that is given twice.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"{where} must be a mapping of recipe keys, got {_kind(values)}")
@@ -271,7 +273,7 @@ def from_mapping(values: Mapping[str, Any], where: str = "overrides") -> Branch:
 
 
 def _beside(one: Tree, other: Tree, path: str) -> Tree:
-    """Both trees in one, of which each says what the other does not."""
+    """Merge two trees that set no key in common. Raises UserError for a key that both set."""
     if not (isinstance(one, Branch) and isinstance(other, Branch)):
         raise UserError(f"{other.where}: {path} is given twice; keep one of them")
     children = dict(one.children)
@@ -281,7 +283,7 @@ def _beside(one: Tree, other: Tree, path: str) -> Tree:
 
 
 def key_of(field: str) -> str:
-    """A settings field as recipes and flags write it: one that Python keeps its name for (`from_`) ends in `_`."""
+    """Return a settings field's name in recipes and flags, without the `_` that avoids a Python keyword (`from_`)."""
     return field.removesuffix("_")
 
 
@@ -294,7 +296,7 @@ def _from_python(value: Any, key: str, where: str) -> Tree:
     if isinstance(value, list | tuple):
         return Items(tuple(_from_python(item, key, where) for item in value), where)
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value = int(value)  # NumPy's too
+        value = int(value)  # NumPy integers too
     elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = float(value)
     elif isinstance(value, Path):
@@ -311,7 +313,7 @@ def _kind(value: Any) -> str:
 def refuse_contradictions(overrides: Iterable[Branch]) -> None:
     """Raise UserError where two flags of one command line set the same key to different values.
 
-    Of a flag that is given again under the same name the last one counts.
+    If a flag is repeated under the same name, the last one counts.
     """
     before: dict[str, tuple[str, Leaf | Items]] = {}
     for override in overrides:
@@ -337,14 +339,14 @@ def _same_value(one: Leaf | Items, other: Leaf | Items) -> bool:
 
 
 def _typed(tree: Leaf | Items) -> str:
-    """A value as on a command line, where a list's items follow one another."""
+    """Return a value as typed on a command line, where the items of a list follow one another."""
     if isinstance(tree, Items):
         return " ".join(_typed(item) for item in tree.items if isinstance(item, Leaf | Items))
     return tree.text
 
 
 def _from_flag(text: str, where: str) -> Tree:
-    """A typed value as YAML, if it is any, with the text itself kept: a setting that is text takes it as typed."""
+    """Parse a typed value as YAML if possible, and keep the text itself: a text setting takes it as typed."""
     try:
         tree = _relabel(parse(text, where), where)
     except UserError:
@@ -355,7 +357,7 @@ def _from_flag(text: str, where: str) -> Tree:
 
 
 def _relabel(tree: Tree, where: str) -> Tree:
-    """A flag has no lines: every place inside it is the flag itself."""
+    """Replace every place in the tree by the flag, which has no lines."""
     if isinstance(tree, Leaf):
         return Leaf(tree.value, tree.text, where)
     if isinstance(tree, Items):

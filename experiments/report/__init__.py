@@ -1,6 +1,7 @@
-"""Reports: run directories in, one self-contained offline HTML page out.
+"""Reports: build one self-contained offline HTML page from run directories.
 
-from flatshift.experiments.report import build_report, write_plots
+from flatshift.experiments.report import build_report
+
 build_report([Path("runs/first")], out=Path("runs/first/report.html"))
 """
 

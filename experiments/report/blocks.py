@@ -1,4 +1,4 @@
-"""What a page is made of: plain values that the template turns into HTML (and escapes)."""
+"""Building blocks of a page: plain values that the template turns into escaped HTML."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import ClassVar
 from flatshift.experiments.report.figure import Chart
 
 SIDE_BY_SIDE = "Side by side"
-"""The chapter that is of several runs and of none."""
+"""Name of the chapter that compares several runs; it is not counted as a run."""
 
 
 @dataclass(frozen=True)
 class KernelBlock:
-    """A key figure: what it is, its value, its interval in words, and what to compare it with."""
+    """Key figure: label, value, interval as text, and a note to compare it with."""
 
     label: str
     value: str
@@ -33,7 +33,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; columns named in `numeric` are set flush right in tabular figures."""
+    """Rows of texts; columns whose index is in `numeric` are right-aligned with tabular digits."""
 
     kind: ClassVar[str] = "table"
     columns: Sequence[str]
@@ -42,7 +42,7 @@ class Table:
     numeric: frozenset[int] = frozenset()
 
     def shown(self) -> Table:
-        """Without columns that hold nothing in any row; the first stays."""
+        """Return the table without columns that are empty in every row; the first column is kept."""
         full = [
             place
             for place in range(len(self.columns))
@@ -54,7 +54,7 @@ class Table:
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, str]], caption: str = "", *, words: Sequence[str]) -> Table:
-        """Rows as column → text, each with the same columns; all are figures but those named in `words`."""
+        """Build a table from column → text mappings with the same keys; columns not named in `words` are numeric."""
         columns = list(rows[0]) if rows else []
         numeric = frozenset(place for place, name in enumerate(columns) if name not in words)
         return cls(columns, [[row[name] for name in columns] for row in rows], caption, numeric)
@@ -62,20 +62,20 @@ class Table:
 
 @dataclass(frozen=True)
 class ConfusionMatrixBlock:
-    """Counts of classes (rows) by what was said (columns)."""
+    """Confusion matrix: counts by true class (rows) and predicted class (columns)."""
 
     kind: ClassVar[str] = "matrix"
     names: Sequence[str]
     counts: Sequence[Sequence[int]]
 
     def share(self, row: int, column: int) -> float:
-        """The count as a share of its row."""
+        """Return the count as a share of its row."""
         return self.counts[row][column] / max(sum(self.counts[row]), 1)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Many records with a field to search them: (columns, rows of texts); `told` rows of how many."""
+    """Table of many records with a search field."""
 
     kind: ClassVar[str] = "lookup"
     columns: Sequence[str]
@@ -85,7 +85,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class NameValuePairs:
-    """Name and value, many of them."""
+    """List of names with their values."""
 
     kind: ClassVar[str] = "pairs"
     items: Sequence[tuple[str, str]]
@@ -93,7 +93,7 @@ class NameValuePairs:
 
 @dataclass(frozen=True)
 class Card:
-    """One chosen record."""
+    """One selected record."""
 
     rank: str
     text: str
@@ -102,7 +102,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Cards:
-    """Chosen records."""
+    """Selected records."""
 
     kind: ClassVar[str] = "cards"
     cards: Sequence[Card]
@@ -118,7 +118,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Notes:
-    """Sentences a careful reader should see."""
+    """Sentences that a careful reader should see."""
 
     kind: ClassVar[str] = "notes"
     sentences: Sequence[str]
@@ -126,7 +126,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class Pre:
-    """A text file, as it is."""
+    """Preformatted text, unchanged."""
 
     kind: ClassVar[str] = "pre"
     text: str
@@ -137,7 +137,7 @@ Block = Figures | Table | ConfusionMatrixBlock | Lookup | NameValuePairs | Cards
 
 @dataclass(frozen=True)
 class Section:
-    """A titled part of a chapter; `folded` ones open on demand."""
+    """Titled part of a chapter; `folded` sections open on demand."""
 
     title: str
     blocks: Sequence[Block]
@@ -147,7 +147,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ChapterPart:
-    """What one kind of directory gives to the chapter of a run; `kind` is empty where it only adds to another."""
+    """Contribution of one kind of directory to a run's chapter; `kind` is empty if it only adds to another kind."""
 
     kind: str = ""
     findings: Sequence[str] = ()
@@ -158,7 +158,7 @@ class ChapterPart:
 
 @dataclass(frozen=True)
 class Chapter:
-    """All about one run."""
+    """Everything about one run."""
 
     name: str
     kind: str

@@ -1,6 +1,6 @@
-"""Figures drawn by matplotlib and made fit for a page: themed colours, readable text, deterministic bytes.
+"""Matplotlib figures for the page: themed colours, readable text, deterministic bytes.
 
-A figure is drawn once, in the light colours of `PALETTE`. `Chart.standalone` keeps those (any viewer shows them);
+A figure is drawn once, in the light colours of `PALETTE`. `Chart.standalone` keeps them, so that any viewer shows them;
 `Chart.inline` turns each into a CSS variable, so that the page's theme decides.
 """
 
@@ -32,7 +32,7 @@ PALETTE: dict[str, tuple[str, str]] = {
     "green": ("#08795a", "#45c79c"),
     "purple": ("#a34f86", "#e09bc8"),
     "amber": ("#946306", "#ecb63f"),
-    # An ordered ramp, purple to olive like viridis: luminance grows from step to step, whatever the colour vision.
+    # Ordered ramp, purple to olive like viridis: luminance grows from step to step, whatever the colour vision.
     "ramp0": ("#2e0f5b", "#9a86e3"),
     "ramp1": ("#3d2f86", "#8a97ec"),
     "ramp2": ("#31509a", "#74abee"),
@@ -42,13 +42,13 @@ PALETTE: dict[str, tuple[str, str]] = {
     "ramp6": ("#527b2c", "#a9dd74"),
     "ramp7": ("#847410", "#dfe05c"),
 }
-"""Light and dark value of each colour; every light value is used for one token only."""
+"""Light and dark value of each colour. Each light value belongs to one token only, because `inline` maps it back."""
 
 RAMP = tuple(token for token in PALETTE if token.startswith("ramp"))
-"""Tokens for values in an order (ranks, learning rates), smallest first."""
+"""Tokens for ordered values (ranks, learning rates), smallest first."""
 
 WIDE = 1112
-"""Width in px of a chart that has a row to itself; 540 of one that shares it."""
+"""Width in px of a chart that fills a row; a chart that shares its row is 540 px wide."""
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 _SVG = "{http://www.w3.org/2000/svg}"
 _XLINK = "{http://www.w3.org/1999/xlink}"
@@ -56,21 +56,22 @@ _LIGHT = {light: token for token, (light, _) in PALETTE.items()}
 
 
 def colour(token: str) -> str:
-    """The light value that stands for `token` while drawing."""
+    """Return the light value that stands for `token` while drawing."""
     return PALETTE[token][0]
 
 
 def ramp(count: int) -> list[str]:
-    """`count` tokens of `RAMP`, spread over the whole of it; at most as many as it has."""
+    """Return `count` tokens spread over the whole of `RAMP`; `count` is at most its length."""
     last = len(RAMP) - 1
     return [RAMP[round(i * last / (count - 1)) if count > 1 else last // 2] for i in range(count)]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawn figure. `name` is its file name in plots/; all else but `raw` is plain text.
+    """Drawn figure. `name` is its file name in plots/; all fields except `raw` are plain text.
 
-    verdict, evidence: what a test says about the curve, and why, a sentence each; the page puts them over the figure.
+    verdict, evidence: result of a test on the curve and its reasons, one sentence each; the page prints them above the
+    figure.
     """
 
     name: str
@@ -83,29 +84,30 @@ class Chart:
 
     @property
     def wide(self) -> bool:
-        """Whether it takes a row of the page to itself."""
+        """True if the chart fills a row of the page."""
         return self.width > 600
 
     @cached_property
     def standalone(self) -> str:
-        """A file of its own, in the light colours on a white ground."""
+        """Return a complete SVG file in the light colours on a white background."""
         said = " ".join(text for text in (self.verdict and f"Verdict: {self.verdict}.", *self.evidence) if text)
         description = f"{self.caption} {said}".strip()
         root = _clean(self.raw, prefix="", title=self.title, description=description)
         ground = ET.Element(f"{_SVG}rect", {"width": "100%", "height": "100%", "fill": colour("surface")})
+        # After <title> and <desc>, behind everything drawn.
         root.insert(2, ground)
         root.set("font-family", FONT)
         ET.register_namespace("", _SVG[1:-1])
         return ET.tostring(root, encoding="unicode") + "\n"
 
     def inline(self, prefix: str) -> str:
-        """Markup for inside an HTML page; `prefix` makes its ids unique there."""
+        """Return the markup for an HTML page; `prefix` makes its ids unique there."""
         root = _clean(self.raw, prefix=f"{prefix}-", title=self.title, description=self.caption)
         root.set("style", f"max-width:{self.width}px")
         for element in root.iter():
             element.tag = element.tag.removeprefix(_SVG)
         text = ET.tostring(root, encoding="unicode")
-        # Only colours inside style attributes: a text that looks like a colour stays what it is.
+        # Replace colours inside style attributes only: text that looks like a colour is kept.
         return re.sub(r'style="[^"]*"', lambda m: _themed(m.group()), text)
 
 
@@ -116,7 +118,7 @@ def _themed(style: str) -> str:
 
 
 def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element:
-    """Drop metadata and unused ids, shorten numbers, free the fonts, and name the figure for screen readers."""
+    """Drop metadata and unused ids, shorten numbers, remove font families, and add a title for screen readers."""
     root = ET.fromstring(raw)
     for parent in list(root.iter()):
         for child in [c for c in parent if c.tag in (f"{_SVG}metadata", f"{_SVG}style")]:
@@ -134,6 +136,7 @@ def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element
             elif key == "clip-path":
                 value = value.replace("url(#", f"url(#{prefix}")
             elif key in ("d", "x", "y", "transform", "width", "height", "viewBox"):
+                # A rotation by −0° has no effect.
                 if value.startswith("rotate(-0 "):
                     continue
                 value = re.sub(r"\d+\.\d+", lambda m: f"{float(m.group()):.2f}".rstrip("0").rstrip("."), value)
@@ -148,7 +151,7 @@ def _clean(raw: str, *, prefix: str, title: str, description: str) -> ET.Element
         element.text = None if element.text is None or not element.text.strip() else element.text
     for key in ("width", "height", "version"):
         root.attrib.pop(key, None)
-    # What matplotlib says in a <style> for `*`, which inside a page would reach every other element.
+    # Matplotlib sets this in a <style> for `*`, which would apply to every other element of the page.
     root.set("stroke-linejoin", "round")
     root.set("role", "img")
     root.set("aria-labelledby", f"{prefix}title {prefix}desc")
@@ -169,15 +172,18 @@ _DRAWING = ContextVar("drawing", default=False)
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Matplotlib set as charts need it. Entered around many of them, each is spared the time that this takes."""
+    """Apply the chart settings to matplotlib. Enter it around many charts to pay for the setup once."""
     if _DRAWING.get():
         yield
         return
     import matplotlib
 
     settings = {
+        # Text stays text: searchable, and in the page's own font.
         "svg.fonttype": "none",
+        # Same ids, and so the same bytes, in every run.
         "svg.hashsalt": "flatshift",
+        # A `$` in a text is not math.
         "text.parse_math": False,
         "font.size": 12,
         "font.family": "DejaVu Sans",
@@ -219,7 +225,7 @@ def drawing() -> Iterator[None]:
 
 
 class Canvas:
-    """One figure while it is drawn: `with Canvas(560, 300) as canvas: ax = canvas.axes(); …; canvas.chart(…)`."""
+    """Figure while it is drawn: `with Canvas(560, 300) as canvas: ax = canvas.axes(); …; canvas.chart(…)`."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width, self.height = width, height
@@ -240,7 +246,7 @@ class Canvas:
     def axes(
         self, *, left: float = 48, right: float = 16, top: float = 30, bottom: float = 44, y: str = "", x: str = ""
     ) -> Axes:
-        """Axes with margins in px; the y title stands upright above the axis, where it can be read."""
+        """Add axes with margins in px; the y title is written horizontally above the axis."""
         w, h = self.width, self.height
         ax = self.figure.add_axes((left / w, bottom / h, (w - left - right) / w, (h - top - bottom) / h))
         if y:
@@ -253,13 +259,13 @@ class Canvas:
     def text(
         self, x: float, y: float, text: str, *, colour: str = "ink", ha: str = "left", size: float = 11.5, **kw: Any
     ) -> None:
-        """Text at a pixel position from the lower left of the figure."""
+        """Write text at a pixel position from the lower left of the figure."""
         self.figure.text(
             x / self.width, y / self.height, text, color=PALETTE[colour][0], ha=ha, va="center", fontsize=size, **kw
         )
 
     def chart(self, name: str, *, title: str, caption: str, verdict: str = "", evidence: Sequence[str] = ()) -> Chart:
-        """Write the figure out."""
+        """Save the figure as a `Chart`."""
         buffer = io.StringIO()
         self.figure.savefig(
             buffer, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None}
@@ -268,7 +274,7 @@ class Canvas:
 
 
 def spread(positions: Sequence[float], gap: float) -> list[float]:
-    """Positions moved apart so that neighbours are at least `gap` apart, order and centre kept."""
+    """Move positions apart so that neighbours are at least `gap` apart; order and centre are kept."""
     order = sorted(range(len(positions)), key=lambda i: positions[i])
     placed = [positions[i] for i in order]
     for _ in range(50):
@@ -288,7 +294,7 @@ def spread(positions: Sequence[float], gap: float) -> list[float]:
 
 
 def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, height: float, size: float = 12) -> None:
-    """Names written at the right end of lines: (x, y, text, colour token), moved apart where they would touch.
+    """Write names at the right end of lines: (x, y, text, colour token), moved apart if they would touch.
 
     `height` is the axes' height in px. Call after the limits are final.
     """
@@ -313,7 +319,7 @@ def label_ends(ax: Axes, ends: Sequence[tuple[float, float, str, str]], *, heigh
 
 
 def dots(ax: Axes, x: Sequence[float], y: Sequence[float], *, token: str, size: float, alpha: float, gid: str) -> None:
-    """Many round points as one path (a tenth of the bytes of a marker each): zero-length strokes with round caps."""
+    """Draw many round points as one path of zero-length strokes with round caps (a tenth of the bytes of markers)."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

@@ -1,4 +1,4 @@
-"""Numbers as a reader wants them: few digits, real minus signs, units."""
+"""Number formats for readers: few digits, real minus signs, units."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float | int | None, digits: int = 3) -> str:
-    """At least `digits` significant digits, thousands separated; powers of ten below 1e-3 and above 1e9."""
+    """Format with at least `digits` significant digits and thousands separators; powers of ten below 1e-3 and above
+    1e9."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -37,12 +38,12 @@ def number(value: float | int | None, digits: int = 3) -> str:
 
 
 def signed(value: float | None, digits: int = 3) -> str:
-    """`number` with a plus sign on positive values."""
+    """Format like `number`, with a plus sign on positive values."""
     return ("+" if value is not None and value > 0 else "") + number(value, digits)
 
 
 def decimals_for(half_width: float | None, value: float) -> int:
-    """Decimals that show an interval of this half width to two digits, so its ends and its value line up."""
+    """Return the decimals that show an interval of this half width to two digits, so that ends and value align."""
     scale = half_width if half_width else abs(value) / 100
     if not scale or not math.isfinite(scale):
         return 2
@@ -52,8 +53,10 @@ def decimals_for(half_width: float | None, value: float) -> int:
 def estimate(
     value: float, low: float | None = None, high: float | None = None, *, plus: bool = False, places: int | None = None
 ) -> tuple[str, str]:
-    """(value, "low to high") at a common number of decimals, by powers of ten where one is 1e9 or more; the second is
-    empty without an interval of any width."""
+    """Return (value, "low to high") with a common number of decimals, or as powers of ten if one is 1e9 or more.
+
+    The second text is empty without an interval or for one of zero width.
+    """
     if not math.isfinite(value):
         return number(value), ""
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
@@ -72,7 +75,7 @@ def estimate(
 
 
 def with_interval(found: Mapping[str, Any] | Interval | None, *, plus: bool = False) -> str:
-    """`0.71 (0.68 to 0.74)` of a figure with or without an interval; a dash where there is no figure."""
+    """Format as `0.71 (0.68 to 0.74)`, without brackets if there is no interval; a dash for no value."""
     if isinstance(found, Interval):
         found = asdict(found)
     if found is None or found["value"] is None:
@@ -82,7 +85,7 @@ def with_interval(found: Mapping[str, Any] | Interval | None, *, plus: bool = Fa
 
 
 def effect(found: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = True) -> tuple[str, str]:
-    """(mean, interval) of {value, low, high}, each a dash where there is none; signed, as differences are."""
+    """Return (mean, interval) of {value, low, high}, a dash for whatever is missing; signed, as for differences."""
     if found is None:
         return "–", "–"
     low, high = (None if found[k] is None else scale * found[k] for k in ("low", "high"))
@@ -91,7 +94,7 @@ def effect(found: Mapping[str, Any] | None, scale: float = 1.0, *, plus: bool = 
 
 
 def common_decimals(intervals: Sequence[tuple[float, float | None, float | None]]) -> int:
-    """One number of decimals for many (value, low, high): what their median half width asks for."""
+    """Return one number of decimals for many (value, low, high), chosen by their median half width."""
     widths = sorted(
         (high - low) / 2 for _, low, high in intervals if low is not None and high is not None and high > low
     )
@@ -100,7 +103,7 @@ def common_decimals(intervals: Sequence[tuple[float, float | None, float | None]
 
 
 def percent(share: float | None) -> str:
-    """A share as per cent."""
+    """Format a share as a percentage."""
     if share is None:
         return "–"
     places = 0 if abs(share) >= 0.1 or share == 0 else 1 if abs(share) >= 0.01 else 2
@@ -108,7 +111,7 @@ def percent(share: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration."""
+    """Format a duration."""
     if value is None or not math.isfinite(value):
         return "–"
     if value < 10:
@@ -123,7 +126,7 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes, binary units."""
+    """Format a byte count in binary units."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":
             return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
@@ -132,7 +135,7 @@ def size(value: float) -> str:
 
 
 def plain(value: Any) -> str:
-    """Any JSON value, on one line."""
+    """Format any JSON value on one line."""
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "–"}[value]
     if isinstance(value, int | float):
@@ -156,22 +159,22 @@ AXES = {
     "regularizer.kind": "regularizer",
     "train.batch_size": "batch size (examples)",
 }
-"""Axis of a sweep: its name with its unit, for a reader."""
+"""Readable names of sweep axes, with units."""
 
 
 def figure_name(column: str) -> str:
-    """`test.error` → `test error`; `train.f1_macro` → `train macro F1`."""
+    """Format a column: `test.error` → `test error`; `train.f1_macro` → `train macro F1`."""
     split, dot, metric = column.partition(".")
     return f"{split} {metric_of(metric).title}" if dot else metric_of(column).title
 
 
 def axis_name(axis: str) -> str:
-    """`data.train.limit` → `training examples n`; a key without a name of its own stays as it is."""
+    """Return the readable name: `data.train.limit` → `training examples n`; unknown keys are returned unchanged."""
     return AXES.get(axis, axis)
 
 
 def axis_value(value: Any) -> str:
-    """A value of an axis: plain digits, `none` for null."""
+    """Format a value of an axis: plain digits, `none` for null."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -184,12 +187,12 @@ def axis_value(value: Any) -> str:
 
 
 def setting(where: Mapping[str, Any]) -> str:
-    """`{"adapter.rank": 4, "optimizer.lr": 0.001}` → `rank = 4, lr = 0.001`."""
+    """Format a setting: `{"adapter.rank": 4, "optimizer.lr": 0.001}` → `rank = 4, lr = 0.001`."""
     return ", ".join(f"{axis.rpartition('.')[2]} = {axis_value(value)}" for axis, value in where.items())
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> str:
-    """A table as lines of a terminal, columns two blanks apart; those numbered in `right` are set flush right."""
+    """Format a table for a terminal, columns two spaces apart; columns with an index in `right` are right-aligned."""
     lines = [[printable(text) for text in line] for line in (columns, *rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
 

@@ -1,4 +1,4 @@
-"""Chapters laid out as one HTML file that needs nothing but itself."""
+"""Render chapters as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 @dataclass(frozen=True)
 class _Page:
-    """What the template gets besides the chapters."""
+    """Values the template gets in addition to the chapters."""
 
     title: str
     headline: str
@@ -30,10 +30,11 @@ class _Page:
 
 
 def render(chapters: Sequence[Chapter]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     from markupsafe import Markup
 
     script = (_TEMPLATES / "theme.js").read_text(encoding="utf-8")
+    # The page's Content-Security-Policy allows this one script.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     first = max(chapters, key=lambda c: c.weight)
     one = len(chapters) == 1

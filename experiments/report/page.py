@@ -1,4 +1,4 @@
-"""A page about run directories, and the charts of one as files of their own."""
+"""Report page of run directories, and the charts of one run as separate files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ _OURS, _HEAD = b'<meta name="generator" content="flatshift"', 4096
 
 
 def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
-    """Write one offline page about the runs in `paths` to `out` (whole or not at all) and return `out`.
+    """Write one offline page about the runs in `paths` to `out` atomically and return `out`.
 
     paths: run directories of `train`, `select` or `sweep`, studies, or folders that hold several of these. Only files
-    of the run directory contract are read; what is missing is left out of the page. Several training runs are put
-    side by side first. The same files give the same bytes.
-    Raises UserError for a path that is no run directory, a file in it that cannot be read or is not what the run saved,
-    and an `out` that is there and no page of ours.
+    of the run directory contract are read; missing ones are left out of the page. Several training runs are first
+    compared side by side. The same files give the same bytes.
+
+    Raises UserError for a path that is not a run directory, for an unreadable or foreign file in it, and if `out`
+    exists and is not a page of ours.
     """
     refuse_foreign(Path(out))
     write_text(out, report_html(paths))
@@ -33,7 +34,7 @@ def build_report(paths: Sequence[str | Path], *, out: str | Path) -> Path:
 
 
 def report_html(paths: Sequence[str | Path]) -> str:
-    """The page of `build_report` as a text. Raises UserError as it does."""
+    """Return the page of `build_report` as text. Raises UserError like `build_report`."""
     runs = discover([Path(p) for p in paths])
     with drawing():
         beside = side_by_side(runs)
@@ -42,7 +43,7 @@ def report_html(paths: Sequence[str | Path]) -> str:
 
 
 def refuse_foreign(out: Path) -> None:
-    """Raise UserError for a plain file that is no page of ours (what is no plain file, no writer replaces)."""
+    """Raise UserError if `out` is a regular file but not a page of ours (writers never replace anything else)."""
     if not out.is_file() or out.is_symlink():
         return
     with out.open("rb") as stream:
@@ -53,7 +54,7 @@ def refuse_foreign(out: Path) -> None:
 
 
 def write_plots(run: str | Path) -> list[Path]:
-    """Write the charts of one run directory as `plots/*.svg`, files of their own, and return their paths.
+    """Write the charts of one run directory as files `plots/*.svg` and return their paths.
 
     Raises UserError like `build_report`.
     """
@@ -73,5 +74,5 @@ def write_plots(run: str | Path) -> list[Path]:
 
 
 def _with_slugs(chapters: list[Chapter]) -> list[Chapter]:
-    """Each chapter with an anchor of its own."""
+    """Return the chapters, each with a unique anchor."""
     return [replace(c, slug=f"run{i}") for i, c in enumerate(chapters, 1)]

@@ -1,4 +1,4 @@
-"""Training runs beside each other: settings that differ, figures with their differences, overlaid curves."""
+"""Side-by-side comparison of training runs: differing settings, metrics with differences, overlaid curves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LONGEST = 60
 
 
 def side_by_side(runs: Sequence[RunResults]) -> Chapter | None:
-    """The chapter of all training runs among `runs`; None for fewer than two. The first is what others are held to."""
+    """Return the chapter on all training runs among `runs`; None for fewer than two. The first one is the reference."""
     trained = [run for run in runs if (run.eval or run.metrics.lines) and run.recipe]
     if len(trained) < 2:
         return None
@@ -47,7 +47,7 @@ def metric_lines(runs: Sequence[RunResults]) -> str:
 
 
 def _names(runs: Sequence[RunResults]) -> list[str]:
-    """Folder names, with what is above where two agree."""
+    """Return folder names, prefixed with the parent folder if two are equal."""
     short = [run.name for run in runs]
     return [
         name if short.count(name) == 1 else f"{run.path.resolve().parent.name}/{name}"
@@ -56,7 +56,7 @@ def _names(runs: Sequence[RunResults]) -> list[str]:
 
 
 def _split(runs: Sequence[RunResults]) -> str | None:
-    """test where all have it, else dev, else what they share."""
+    """Return test if all runs have it, else dev, else any split they share."""
     shared = [split for split in runs[0].eval if all(split in run.eval for run in runs)]
     return best_split({split: {} for split in shared})
 
@@ -97,7 +97,7 @@ def _metrics(runs: Sequence[RunResults], names: Sequence[str]) -> list[Section]:
 
 
 def _table(runs: Sequence[RunResults], names: Sequence[str], split: str) -> Table | None:
-    """A row for each metric and run, each run after the first with what it is more than the first."""
+    """Build a row for each metric and run; runs after the first also show their difference from the first."""
     judged = [run.judged(split) for run in runs]
     more = [{}, *(differences(one, judged[0]) for one in judged[1:])]
     metrics = [m for m in judged[0].metrics if any(m in found for found in more)]
@@ -140,7 +140,7 @@ def _caption(found: Sequence[Difference]) -> str:
 
 
 def _finding(runs: Sequence[RunResults], names: Sequence[str]) -> str:
-    """The run that is best by the metric that counts, beside the first, or beside the best other one if it is that."""
+    """Compare the best run by the headline metric with the first run, or with the second best if the first is best."""
     split = _split(runs)
     metric = headline(runs[0].eval[split]) if split is not None else None
     if split is None or metric is None or not all(metric in run.eval[split] for run in runs):

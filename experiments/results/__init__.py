@@ -1,1 +1,1 @@
-"""Runs, sweeps and studies read back as tables; draws nothing."""
+"""Read runs, sweeps and studies back as tables; draws nothing."""

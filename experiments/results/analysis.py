@@ -1,4 +1,4 @@
-"""What is looked at in a sweep: the curves along its axes, the settings to hold the others at, and their verdicts."""
+"""Analysis of a sweep: curves along its axes, settings at which the other axes are held, and verdicts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _CAPACITY = ("adapter.rank", "adapter.alpha", "train.steps", "step", "data.train
 
 @dataclass(frozen=True)
 class AnalysedCurve:
-    """A curve of a sweep with its verdict."""
+    """Curve of a sweep with its verdict."""
 
     axis: str
-    """The axis it runs along."""
+    """Axis of the curve."""
     where: Mapping[str, Any]
-    """The values that the other axes are held at."""
+    """Values of the other axes."""
     curve: Curve
     verdict: CurveVerdict
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """Why the verdict is what it is, a sentence each, and what the data could have shown."""
+        """Return the reasons for the verdict as sentences, and the smallest peak the data could have shown."""
         peak, found = self.verdict.peak, list(self.verdict.evidence)
         if peak is not None and peak.rejected and not self.curve.training:
             found.append(
@@ -50,24 +50,24 @@ class AnalysedCurve:
 
     @property
     def location(self) -> tuple[Any, ...]:
-        """Axis values among which the peak lies at the test's level; empty if there is none."""
+        """Return the axis values that may hold the peak at the test's level; empty if there is none."""
         peak = self.verdict.peak
         return tuple(self.curve.values[i] for i in peak.location) if peak is not None else ()
 
 
 FITS = {"train.error": "training error", "train.unexplained": "unexplained share of the training labels"}
-"""What says how far training rows are fitted: a squared loss fits classes long before it fits its labels."""
+"""Columns that measure the fit of training rows: a squared loss fits classes long before it fits its labels."""
 
 
 def fitted_column(table: SweepTable) -> str:
-    """The column that places the interpolation threshold."""
+    """Return the column that places the interpolation threshold."""
     return "train.unexplained" if table.has("train.unexplained") else "train.error"
 
 
 def is_judged(axis: str) -> bool:
-    """Whether a verdict about an axis means anything: those along which the fit of the training data grows or shrinks.
+    """Return True for axes along which the fit of the training data grows or shrinks.
 
-    A peak over a learning rate or a share of noise is no double descent, whatever its shape.
+    A peak over a learning rate or a share of noise is not double descent, whatever its shape.
     """
     return axis in _CAPACITY
 
@@ -75,14 +75,14 @@ def is_judged(axis: str) -> bool:
 def curve_of(
     table: SweepTable, axis: str, where: Mapping[str, Any], *, test: str, epsilon: float, planned: int | None = None
 ) -> Curve:
-    """The curve of the column `test` along a numeric axis, other axes held at `where`.
+    """Return the curve of the column `test` along a numeric axis, other axes held at `where`.
 
-    Seeds count that have a cell at every value, finished or failed (a failed one is NaN: the seed diverged there);
-    values that were not measured are left out, and of a trace those of step 0, before any update. Longer curves are
-    thinned by `thin`, which does not look at them. Too few seeds for a verdict still make a curve. planned: seeds
-    of the plan where cells of it still wait.
+    Seeds count if they have a cell at every value, finished or failed (a failed one is NaN: the seed diverged there).
+    Values that were not measured are left out, and so is step 0 of a trace, before any training. Longer curves are
+    thinned by `thin`, which does not look at them. A curve is returned even with too few seeds for a verdict. planned:
+    number of seeds in the plan, if cells are still missing.
 
-    Raises UserError, saying what is missing, where there are too few values for the peak test, or no seed has all.
+    Raises UserError naming what is missing, if there are too few values for the peak test or no seed has all.
     """
 
     if not table.numeric(axis):
@@ -116,7 +116,7 @@ def _held(
     test: str,
     epsilon: float,
 ) -> Curve:
-    """The curve at these seeds and values, all of which `where` has."""
+    """Return the curve at these seeds and values, all of which exist at `where`."""
 
     from flatshift.experiments.results.sweep import GRADIENT, SHARPNESS
 
@@ -150,7 +150,7 @@ def _held(
 
 
 def _items(table: SweepTable, test: str) -> int | None:
-    """Items behind each error rate of the column `test`; None where it has none, or not the same everywhere."""
+    """Return the number of items behind each error rate of the column `test`; None if unknown or not constant."""
     name = f"{test}.items"
     known = set(table.column(name)[np.isfinite(table.column(name))].tolist()) if table.has(name) else set()
     return int(known.pop()) if len(known) == 1 else None
@@ -159,10 +159,10 @@ def _items(table: SweepTable, test: str) -> int | None:
 def compared(
     table: SweepTable, axis: str, ours: Mapping[str, Any], base: Mapping[str, Any], *, test: str, epsilon: float = 0.1
 ) -> tuple[Curve, CurveComparison]:
-    """(the curve of the setting `ours`, how it lies beside that of `base`) along `axis`.
+    """Compare the setting `ours` with `base` along `axis`: (curve of `ours`, comparison).
 
-    At the seeds and values that both have, thinned as for a verdict. Raises UserError for an axis without order, fewer
-    than three seeds, or fewer than three values.
+    Uses the seeds and values that both have, thinned as for a verdict. Raises UserError for an axis without order,
+    fewer than three seeds, or fewer than three values.
     """
     if not table.numeric(axis):
         raise UserError(f"{axis} has no order; curves along it cannot be compared")
@@ -187,19 +187,19 @@ def judge(
     planned: int | None = None,
     level: float = 0.05,
 ) -> AnalysedCurve:
-    """The verdict of one curve, each test at `level`. Raises UserError as `curve_of` and the peak test do."""
+    """Test one curve at `level` per test. Raises UserError as `curve_of` and the peak test do."""
     curve = curve_of(table, axis, where, test=test, epsilon=epsilon, planned=planned)
     return AnalysedCurve(axis, dict(where), curve, judge_curve(curve, level=level))
 
 
 PANELS = 6
-"""Settings of the other axes that are drawn for one axis; the tables have all."""
+"""Most settings of the other axes drawn for one axis; the tables have all."""
 JUDGED = 48
-"""Settings up to which all are judged; of more, those that are drawn."""
+"""Most settings for which all get a verdict; with more, only the drawn ones do."""
 
 
 def main_axis(data: SweepData) -> str | None:
-    """The axis that a sweep is drawn along first: the rank where it varies, else the numeric axis with most values."""
+    """Return the axis drawn first: the rank if it varies, else the numeric axis with most values."""
 
     def key(axis: str) -> tuple[bool, bool, int]:
         return (not axis.endswith("rank"), not data.numeric(axis), -len(data.values(axis)))
@@ -208,20 +208,20 @@ def main_axis(data: SweepData) -> str | None:
 
 
 def axes_of(data: SweepData) -> list[str]:
-    """Axes that are drawn along: the main one, then every other numeric one with three values or more."""
+    """Return the axes to draw along: the main one, then every other numeric one with at least three values."""
     first = main_axis(data)
     others = [a for a in data.axes if a != first and data.numeric(a) and len(data.values(a)) > 2]
     return [a for a in [first, *others] if a is not None]
 
 
 def curves_along(table: SweepTable, axis: str, column: str) -> list[dict[str, Any]]:
-    """Settings of the other axes at which `column` has two values of `axis` or more."""
-    alone = len(table.axes) == 1  # a single point, which is still drawn
+    """Return the settings of the other axes at which `column` has at least two values of `axis`."""
+    alone = len(table.axes) == 1  # with one axis, a single point is still drawn
     return [where for where, count in table.reach(column, axis) if count > 1 or alone]
 
 
 def evenly(values: Sequence[Any], most: int) -> list[Any]:
-    """At most `most` of `values`, evenly chosen, the first and the last among them; one alone is the middle one."""
+    """Return at most `most` of `values`, evenly spaced with first and last; a single one is the middle one."""
     if len(values) <= most:
         return list(values)
     if most == 1:
@@ -230,9 +230,9 @@ def evenly(values: Sequence[Any], most: int) -> list[Any]:
 
 
 def chosen(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` of `settings`, in their order, evenly chosen.
+    """Return at most `most` of `settings`, evenly spaced, in their order.
 
-    Every word (`regularizer`) at the same numbers, as far as there is room for all words.
+    Every word value (`regularizer`) is taken at the same numbers, as far as there is room for all words.
     """
     if len(settings) <= most:
         return list(settings)
@@ -246,7 +246,7 @@ def chosen(table: SweepTable, settings: Sequence[dict[str, Any]], most: int) -> 
 
 
 def left_out(drawn: Sequence[Any], every: Sequence[Any]) -> str:
-    """That some settings are not drawn, to end a lead; nothing where all are."""
+    """Return a note for the lead if some settings are not drawn, else an empty text."""
     if len(drawn) == len(every):
         return ""
     return f" {len(drawn)} of {len(every):,} settings are drawn, evenly chosen."
@@ -260,9 +260,9 @@ class Direction:
     table: SweepTable
     axis: str
     settings: list[dict[str, Any]]
-    """Those that are judged."""
+    """Settings that get a verdict."""
     total: int
-    """Settings that there are; `settings` are all, or of more than `JUDGED` those that are drawn."""
+    """Number of all settings; `settings` are all of them, or the drawn ones if there are more than `JUDGED`."""
 
     @cached_property
     def drawn(self) -> list[dict[str, Any]]:
@@ -271,14 +271,14 @@ class Direction:
 
     @property
     def kind(self) -> str:
-        """What the field calls curves along this axis."""
+        """Return the field's name for curves along this axis."""
         last = self.axis.rpartition(".")[2]
         names = {"rank": "Model-wise", "step": "Epoch-wise", "steps": "Epoch-wise", "limit": "Sample-wise"}
         return names.get(last, "Sweep")
 
     @property
     def test(self) -> str:
-        """The held-out figure that is judged: error before loss, test before dev."""
+        """Return the held-out column of the verdicts: error before loss, test before dev."""
         columns = [self.data.error_columns()[0], "test.error", "dev.error", "test.loss", "dev.loss"]
         return next((c for c in columns if self.table.has(c)), columns[0])
 
@@ -303,17 +303,17 @@ class Direction:
 
     @property
     def refused(self) -> list[str]:
-        """Why the others could not be, each reason once."""
+        """Distinct reasons why the others could not be tested."""
         return list(dict.fromkeys(j for j in self._found if isinstance(j, str)))
 
     def judged_at(self, where: dict[str, Any]) -> AnalysedCurve | None:
-        """The verdict of one setting's curve."""
+        """Return the verdict of one setting's curve."""
         return next((j for j in self.judged if j.where == where), None)
 
     def crossing_at(self, where: dict[str, Any]) -> Crossing | None:
-        """Where the mean train error of one setting crosses ε: what its verdict says, so that a page says it once.
+        """Return where the mean train error of one setting crosses ε, as in its verdict if it has one.
 
-        None where the axis is none of capacity, or too little was measured.
+        None if the axis is not a capacity axis, or if too little was measured.
         """
         judged = self.judged_at(where)
         if judged is not None:
@@ -329,14 +329,14 @@ class Direction:
 
 
 class Analysis:
-    """The directions of a sweep; verdicts are made on demand, once."""
+    """Directions of a sweep; verdicts are computed on demand, once."""
 
     def __init__(self, data: SweepData) -> None:
         self.data = data
 
     @cached_property
     def directions(self) -> list[Direction]:
-        """Along every axis of `axes_of`, then along the recorded steps; none for a random design."""
+        """Directions along every axis of `axes_of`, then along the recorded steps; none for a random design."""
         if self.data.design == "random":
             return []
         places: list[tuple[str, SweepTable]] = [(axis, self.data) for axis in axes_of(self.data)]
@@ -352,7 +352,7 @@ class Analysis:
         return found
 
     def crossing(self, axis: str, where: dict[str, Any]) -> Crossing | None:
-        """`Direction.crossing_at` along an axis; None along one that is not drawn."""
+        """Return `Direction.crossing_at` along an axis; None along one that is not drawn."""
         found = next((d for d in self.directions if d.axis == axis), None)
         return found.crossing_at(where) if found is not None else None
 

@@ -1,13 +1,12 @@
-"""What a cell of a study left behind, how it ended, and which code made it: one set of statuses for sweeps and
-comparisons.
+"""Results of a study's cells, their status, and the code that produced them; shared by sweeps and comparisons.
 
-done: trained and judged; it has figures.
-diverged: the loss or a gradient of an update, or the loss of the trained adapter on judged rows, was no finite number.
-    That is a finding about its settings, which end so again: it is never run anew, and it stays in every analysis as
-    the worst there is. A bisection takes it to fit no row, a trial to be lost, a curve over settings loses its seed
-    and says so, and a final run of a comparison counts with its task's majority floor (where there is none, the seed
-    is left out for both sides).
-failed: it could not run or be judged: rows that were refused, no memory, a dead worker. That says nothing about its
+done: trained and evaluated; it has metrics.
+diverged: the loss or a gradient of a step, or the loss of the trained adapter on evaluation rows, was not finite.
+    That is a finding about its settings, and deterministic: the cell is never run again, and every analysis counts it
+    as the worst result. A bisection counts it as fitting no row, a trial as lost, a curve over settings drops and
+    reports its seed, and a final run of a comparison counts with its task's majority baseline (if there is none, the
+    seed is left out on both sides).
+failed: it could not run or be evaluated: rejected rows, out of memory, a dead worker. That reveals nothing about its
     settings: it is in no analysis, makes the command's exit code 1, and can be tried again.
 """
 
@@ -26,14 +25,14 @@ from flatshift.finetune.errors import UserError
 Status = Literal["done", "diverged", "failed"]
 RESULT = "result.json"
 MARKER, FORMAT = "sweep.json", 2
-"""What a sweep was asked for, and the form of that."""
+"""Plan of a sweep, and the format version of that file."""
 CELLS, CURVES, POINTS, EMC = "cells.parquet", "curves.parquet", "points.csv", "emc.json"
-"""What a sweep's cells come to."""
+"""Tables made from a sweep's cells."""
 _KEYS = {"status", "reason"}
 
 
 def status_of(found: dict[str, Any]) -> Status:
-    """How a cell ended, from its result or its row of a table, as any version wrote them."""
+    """Return the status of a cell from its result or its row of a table, as written by any version."""
     status = found["status"]
     if status == "failed" and found.get("diverged"):
         return "diverged"
@@ -41,18 +40,20 @@ def status_of(found: dict[str, Any]) -> Status:
 
 
 def ended(status: str) -> str:
-    """How a cell of this status ended, for the steps that it did not reach."""
+    """Return the status for the steps that a cell of this status did not reach."""
     return "stopped early" if status == "done" else status
 
 
 def result_files(directory: Path) -> tuple[Path, Path]:
-    """Where the result of the cell in `directory` may lie: in it, or beside it where it is kept without its run."""
+    """Return the possible paths of a cell's result: in `directory`, or next to it if only the result was kept."""
     return directory / RESULT, directory.with_name(f"{directory.name}.json")
 
 
 def read_result(directory: Path) -> dict[str, Any] | None:
-    """The result of the cell in `directory`; None if it has none yet. Raises UserError if the file is no result, or it
-    or a record of the cell is not what the cell left."""
+    """Return the result of the cell in `directory`; None if it has none yet.
+
+    Raises UserError if the file is not a result, or if it or a record of the cell was changed.
+    """
     for path in result_files(directory):
         fix = f"delete the cell's {path.name}, and the same command runs the cell anew"
         try:
@@ -69,7 +70,7 @@ def read_result(directory: Path) -> dict[str, Any] | None:
 
 
 def read_marker(out: Path) -> dict[str, Any]:
-    """sweep.json as it is. Raises UserError if it cannot be read, or has another format than this code knows."""
+    """Return sweep.json unchanged. Raises UserError if it is unreadable or has a format unknown to this code."""
     path = out / MARKER
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -87,17 +88,17 @@ def read_marker(out: Path) -> dict[str, Any]:
     return found
 
 
-# ------------------------------------------------------------------------------------------------- which code made them
+# ------------------------------------------------------------------------------------------------------- code version
 
 
-_ROOT = Path(__file__).parents[2]  # not resolved: in a checkout the rooms are links
+_ROOT = Path(__file__).parents[2]  # not resolved: in a checkout the packages are links
 _PACKAGES = ("experiments", "finetune", "regularizers", "selection")
 _SHOWS = ("experiments/report/", "experiments/results/", "experiments/statistics/", "experiments/studies/compare/")
-"""What reads and shows results: no figure of a sweep comes from there."""
+"""Modules that only read and show results: they cannot change a metric of a sweep."""
 
 
 def flatshift_version() -> str:
-    """The installed distribution's version."""
+    """Return the version of the installed distribution."""
     try:
         return version("flatshift")
     except PackageNotFoundError:
@@ -106,7 +107,7 @@ def flatshift_version() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """12 hex digits of the Python files that a cell runs through, as they lie on disk when first asked."""
+    """Return 12 hex digits over the Python files a cell runs through, as on disk at the first call."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
         for path in sorted((_ROOT / package).rglob("*.py")):

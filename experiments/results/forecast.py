@@ -1,4 +1,4 @@
-"""What a forecast says, read back from its forecast.json."""
+"""Sentences on a forecast, from its forecast.json."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FORECAST = "forecast.json"
 
 
 def sentences(found: Mapping[str, Any]) -> list[str]:
-    """What a forecast says, for a person."""
+    """Return the forecast as sentences."""
     metric, n = found["metric"], found["rows"][-1]
 
     def shown(value: float) -> str:

@@ -1,4 +1,4 @@
-"""What lies in a folder, one entry a directory: its kind, how far it is, its main figure, when it was made."""
+"""List the run directories in a folder: kind, progress, main metric, date."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEEPEST = 6
 
 @dataclass(frozen=True)
 class DirectoryEntry:
-    """One directory of a command. steps: updates that were made, or cells; of: how many were asked for."""
+    """Directory of one command. steps: finished steps or cells; of: how many were requested."""
 
     path: str
     kind: str
@@ -35,14 +35,14 @@ class DirectoryEntry:
     date: str = ""
 
     def record(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the entry as plain values."""
         return asdict(self)
 
 
 def listing(folder: Path) -> list[DirectoryEntry]:
-    """Every directory of a command in `folder`, itself included, oldest first.
+    """List every run directory in `folder`, itself included, oldest first.
 
-    Raises UserError if `folder` is no directory. A directory with a broken file is an entry with the status `broken`.
+    Raises UserError if `folder` is not a directory. A directory with a broken file gets the status `broken`.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is no directory; name the folder that your runs lie in, for example `runs`")
@@ -61,7 +61,7 @@ def _inside(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def entry(path: Path, folder: Path) -> DirectoryEntry:
-    """What there is to say of one directory, named from `folder`."""
+    """Describe one directory, named relative to `folder`."""
     name = path.relative_to(folder).as_posix() if path != folder else path.name or str(path)
     try:
         return _entry(read_run(path), name)

@@ -1,4 +1,4 @@
-"""What a run said of each row (`predictions.parquet`), and the difference of two runs' figures on the same rows."""
+"""Per-row predictions of a run (`predictions.parquet`), and metric differences of two runs on the same rows."""
 
 from __future__ import annotations
 
@@ -30,15 +30,14 @@ _EXPONENTIALS = {"perplexity": "loss", "pseudo_perplexity": "loss"}
 
 @dataclass(frozen=True)
 class Predictions:
-    """The rows of one split, with the columns of `flatshift.finetune.evaluate.evaluator.Evaluator.said` that somebody
-    filled."""
+    """Rows of one split, with the non-empty columns of `flatshift.finetune.evaluate.evaluator.Evaluator.said`."""
 
     table: pa.Table
-    """Of every row all but what is long."""
+    """All rows, without the long text columns."""
     shown: list[dict[str, Any]] = field(default_factory=list)
-    """Whole, those rows of which the text was kept: the first of the split."""
+    """Complete rows whose text was kept: the first ones of the split."""
     mean: float = 0.0
-    """Of the training targets, of a regression."""
+    """Mean of the training targets, for a regression."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -48,12 +47,12 @@ class Predictions:
 
     @property
     def of_classes(self) -> bool:
-        """Whether rows have a class, and were given one."""
+        """True if rows have a class label and a predicted class."""
         return "label" in self and pa.types.is_string(self.table.schema.field("label").type)
 
     @cached_property
     def classes(self) -> list[str]:
-        """Classes that occur as label or as prediction, most labels first."""
+        """Classes that occur as label or as prediction, most frequent labels first."""
         counted = {name: 0 for name in self.table["predicted"].unique().to_pylist()}
         for one in self.table["label"].value_counts().to_pylist():
             counted[one["values"]] = one["counts"]
@@ -61,22 +60,22 @@ class Predictions:
 
     @cached_property
     def confusion(self) -> np.ndarray:
-        """(K, K) rows of each class (first) that were given each class (second), in the order of `classes`."""
+        """(K, K) counts by true class (first axis) and predicted class, in the order of `classes`."""
         found = np.zeros((len(self.classes), len(self.classes)), dtype=np.int64)
         np.add.at(found, tuple(self._codes(self.table)), 1)
         return found
 
     def _codes(self, rows: pa.Table) -> list[np.ndarray]:
-        """Places in `classes` of the rows' labels and of what was said of them."""
+        """Return the indices in `classes` of the rows' labels and predictions."""
         known = pa.array(self.classes, pa.string())
         return [compute.index_in(rows[name], known).to_numpy() for name in ("label", "predicted")]
 
     def by_row(self) -> dict[str, int]:
-        """Place of each row by its file and line."""
+        """Return the index of each row by its file and line."""
         return {row: place for place, row in enumerate(self.table["row"].to_pylist())}
 
     def figures(self, rows: list[int]) -> dict[str, Figure]:
-        """Every metric that these rows tell, as what can be asked of any draw of them."""
+        """Return every metric these rows determine, in a form that can be evaluated on any resample of them."""
         made: dict[str, Figure] = {}
         taken = self.table.take(rows)
         for name in taken.column_names:
@@ -91,6 +90,7 @@ class Predictions:
             for other, of in _EXPONENTIALS.items():
                 if of == name and f"{name}.count" in self:
                     made[other] = Figure.over(sums, ratio_statistic(np.exp))
+        # Only `figures` is used, so a single resample is enough.
         draw: dict[str, Any] = {"resamples": 1, "confidence": 0.95, "seed": 0}
         if self.of_classes:
             judge_classes(*(codes.tolist() for codes in self._codes(taken)), figures=made, **draw)
@@ -101,8 +101,7 @@ class Predictions:
 
 
 def read_predictions(run: Path, name: str = NAME) -> dict[str, Predictions]:
-    """Split → rows, read a batch at a time; empty where the run has none. Raises UserError for a file that cannot be
-    read."""
+    """Return split → predictions, read batch by batch; empty if the run has none. Raises UserError if unreadable."""
     file = run / name
     if not file.is_file():
         return {}
@@ -132,7 +131,7 @@ def read_predictions(run: Path, name: str = NAME) -> dict[str, Predictions]:
 
 @dataclass(frozen=True)
 class Difference:
-    """A figure of one run minus another's. paired: on the same rows, by one bootstrap over them."""
+    """Metric of one run minus another's. paired: on the same rows, by one bootstrap over them."""
 
     value: float
     low: float | None = None
@@ -142,25 +141,25 @@ class Difference:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval leaves out zero."""
+        """True if the interval excludes zero."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 @dataclass(frozen=True)
 class RunEvaluation:
-    """What of a run is compared: eval.json of one split and, where they were kept, its rows."""
+    """Comparable results of a run: eval.json of one split and, if kept, its per-row predictions."""
 
     metrics: Mapping[str, Mapping[str, Any]]
     rows: Predictions | None = None
     digest: str = field(default="")
-    """Of the files that the split was read from."""
+    """SHA-256 of the files that the split was read from."""
 
 
 def differences(one: RunEvaluation, other: RunEvaluation) -> dict[str, Difference]:
-    """Metric → `one` minus `other`, of the metrics that both have and that are no floors.
+    """Return metric → `one` minus `other` for metrics that both have, baselines excluded.
 
-    Paired where both kept what they said of each row and share rows; else from the two intervals as if the runs had
-    been judged on different rows: half-widths add in squares, which is too wide for the same rows.
+    Paired if both kept per-row predictions and share rows. Otherwise computed from the two intervals as if the runs had
+    been evaluated on different rows: half-widths add in squares, which is too wide if the rows are in fact the same.
     """
     paired = _paired(one, other)
     found = {}

@@ -1,4 +1,4 @@
-"""Reads run directories (design §4) for the report; tolerant of missing pieces, strict about broken ones."""
+"""Read run directories (design §4) for the report; tolerant of missing files, strict about broken ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Metrics:
-    """The lines of metrics.jsonl, one per (stage, split, step): the last written wins."""
+    """Lines of metrics.jsonl, one per (stage, split, step): the last written wins."""
 
     lines: list[dict[str, Any]]
     unreadable: int = 0
@@ -44,7 +44,7 @@ class Metrics:
         return list(dict.fromkeys(line["stage"] for line in self.lines))
 
     def series(self, stage: str, split: str, key: str) -> list[tuple[int, float]]:
-        """(step, value) in step order, numbers only (they may be NaN or infinite)."""
+        """Return (step, value) in step order, numbers only (they may be NaN or infinite)."""
         found = [
             (ln["step"], ln[key])
             for ln in self.lines
@@ -58,19 +58,19 @@ class Metrics:
 
 @dataclass(frozen=True)
 class SelectionResults:
-    """What a selection left behind."""
+    """Files of a selection."""
 
     path: Path
     about: dict[str, Any]  # manifest.json["selection"]
     table: Any  # scores.parquet as a pyarrow Table, or None
     top: list[dict[str, Any]]  # first records of selected.jsonl
-    judged: dict[str, str]  # id → domain that the selector never saw
+    judged: dict[str, str]  # id → domain tag that was hidden from the selector
     points: dict[str, Any] | None  # map.parquet: x, y, kind, and the explained shares
-    targets: dict[str, str] = field(default_factory=dict)  # id → text of targets that are nearest to chosen records
+    targets: dict[str, str] = field(default_factory=dict)  # id → text of the targets nearest to selected records
 
     @cached_property
     def scores(self) -> tuple[Any, Any]:
-        """(scores, chosen): float64 and bool arrays of N records, those with a finite score."""
+        """(scores, selected): float64 and bool arrays of the records with a finite score."""
 
         score = self.table.column("score").to_numpy().astype(float)
         chosen = self.table.column("selected").to_numpy().astype(bool)
@@ -79,13 +79,13 @@ class SelectionResults:
 
     @cached_property
     def taken(self) -> int:
-        """How many records were chosen."""
+        """Number of selected records."""
 
         return int(pc.sum(self.table.column("selected")).as_py() or 0)
 
     @cached_property
     def domains(self) -> dict[str, tuple[int, int]]:
-        """Domain: (records in the pool, records chosen), from the `domain` column, else from the judging tags."""
+        """Domain: (records in the pool, records selected), from the `domain` column, else from the hidden tags."""
 
         selected = self.table.column("selected")
         if "domain" in self.table.column_names and self.table.column("domain").null_count < self.table.num_rows:
@@ -95,7 +95,7 @@ class SelectionResults:
         else:
             return {}
         pairs = pa.table({"name": names, "taken": selected.cast(pa.int64())})
-        # A domain once, in the order of its first record; no string of a row becomes an object here.
+        # Arrow groups in the order of first appearance, without a Python string per row.
         found = pairs.group_by("name", use_threads=False).aggregate([("taken", "count"), ("taken", "sum")]).to_pydict()
         return {
             "(none)" if name is None else str(name): (pool, taken)
@@ -111,7 +111,7 @@ class SelectionResults:
 
 @dataclass(frozen=True)
 class Study:
-    """study.json: cells of warm-up × regularizer × seed with their metrics."""
+    """Contents of study.json: cells of warm-up × regularizer × seed with their metrics."""
 
     cells: list[dict[str, Any]]
     floor: dict[str, float]
@@ -123,7 +123,7 @@ class Study:
         return [m for m in names if any(_finite(c["metrics"].get(m)) for c in self.cells)]
 
     def values(self, warmup: str, regularizer: str, metric: str) -> dict[int, float]:
-        """Seed: value of one cell, finite values only."""
+        """Return seed → value of one arm, finite values only."""
         return {
             c["seed"]: float(c["metrics"][metric])
             for c in self.cells
@@ -133,7 +133,7 @@ class Study:
 
 @dataclass(frozen=True)
 class RunResults:
-    """One run directory; every piece may be absent."""
+    """One run directory; every file may be missing."""
 
     path: Path
     name: str
@@ -153,12 +153,12 @@ class RunResults:
         return tree if isinstance(tree, dict) else {}
 
     def loss_unit(self, stage: str) -> str:
-        """What a loss of `stage` is counted in, as far as the recipe says."""
+        """Return the unit of the loss of `stage`, as far as the recipe determines it."""
         task = self.recipe.get("task")
         kind = task.get("kind") if isinstance(task, dict) else None
         if not kind:
             return "nats"
-        # a warm-up is language modelling, whatever follows
+        # A warm-up is language modelling, whatever follows.
         return (BaseTask if stage == "warm-up" else KINDS.get(str(kind), BaseTask)).loss_unit
 
     @cached_property
@@ -168,17 +168,17 @@ class RunResults:
     @cached_property
     def eval(self) -> dict[str, dict[str, dict[str, float]]]:
         if self.evaluation:
-            return {}  # of several models, each with splits of its own
+            return {}  # several models, each with its own splits
         return _check_eval(self.path / "eval.json", read_object(self.path / "eval.json"))
 
     @cached_property
     def predictions(self) -> dict[str, Predictions]:
-        """What it said of each row, by split; empty where that was not kept, or is of several models."""
+        """Per-row predictions by split; empty if they were not kept or belong to several models."""
         return {} if self.evaluation else read_predictions(self.path)
 
     @cached_property
     def cold(self) -> dict[str, RunEvaluation]:
-        """The backbone without the adapter, by split, on the first rows of it; empty where nobody asked."""
+        """Metrics of the base model without the adapter by split, on its first rows; empty if not measured."""
         tree = _check_eval(self.path / "cold.json", read_object(self.path / "cold.json"))
         rows = read_predictions(self.path, "cold.parquet") if tree else {}
         return {
@@ -186,7 +186,7 @@ class RunResults:
         }
 
     def judged(self, split: str) -> RunEvaluation:
-        """What of a split is compared with another run's; its files are named by their digests."""
+        """Return the data of a split for comparison with another run; its files are identified by their digests."""
         block = self.recipe.get("data")
         of_split = block.get(split) if isinstance(block, dict) else None
         files = set(of_split.get("files") or ()) if isinstance(of_split, dict) else set()
@@ -196,7 +196,7 @@ class RunResults:
 
     @cached_property
     def sharpness(self) -> dict[str, Any]:
-        """What `flatshift eval --sharpness` wrote; empty if it was not asked."""
+        """Contents of sharpness.json by `flatshift eval --sharpness`; empty if it was not run."""
         file = self.path / "sharpness.json"
         found = read_object(file)
         lost = {"loss", "measures", "about", "slices"} - set(found) if found else set()
@@ -220,34 +220,34 @@ class RunResults:
 
     @cached_property
     def comparison(self) -> dict[str, Any]:
-        """What `flatshift compare` found; empty where the directory is none of its."""
+        """Result of `flatshift compare`; empty for any other directory."""
         return read_object(self.path / "comparison.json")
 
     @cached_property
     def evaluation(self) -> dict[str, Any]:
-        """What `flatshift eval --out` found of several models; empty where the directory is none of its."""
+        """Result of `flatshift eval --out` for several models; empty for any other directory."""
         return read_object(self.path / "evaluation.json")
 
     @cached_property
     def tokenizers(self) -> dict[str, Any]:
-        """What `flatshift tokenizer --out` found; empty where the directory is none of its."""
+        """Result of `flatshift tokenizer --out`; empty for any other directory."""
         return read_object(self.path / "tokenizers.json")
 
     @cached_property
     def sweep(self) -> SweepData | None:
-        # The cells of a study or a comparison are no grid: its document says what they are.
+        # Cells of a study or a comparison are not a grid: its document describes them.
         return None if self.comparison or (self.path / "study.json").is_file() else read_sweep(self.path)
 
     @cached_property
     def shift(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Perplexity of the target's own texts before and after the warm-up: two trees like eval.json, maybe empty."""
+        """Perplexity of the target's own texts before and after the warm-up: two trees like eval.json, or empty."""
         folder = self.path / "stages" / "warm-up"
         pair = [_check_eval(folder / n, read_object(folder / n)) for n in ("before.json", "eval.json")]
         return pair[0], pair[1]
 
     @cached_property
     def stages(self) -> dict[str, dict[str, Any]]:
-        """done.json of each finished stage."""
+        """Contents of done.json of each finished stage."""
         files = sorted((self.path / "stages").glob("*/done.json"))
         return {file.parent.name: read_object(file) for file in files}
 
@@ -260,7 +260,7 @@ class RunResults:
         for part, value in parts.items():
             if _finite(value):
                 timings[f"selection: {part}"] = float(value)
-        for stage in self.metrics.stages:  # time_s counts on over resumed attempts
+        for stage in self.metrics.stages:  # time_s accumulates over resumed attempts
             times = [ln["time_s"] for ln in self.metrics.lines if ln["stage"] == stage and _finite(ln.get("time_s"))]
             if times:
                 timings[stage] = float(max(times))
@@ -268,7 +268,7 @@ class RunResults:
 
     @cached_property
     def elapsed(self) -> float | None:
-        """Wall seconds of the whole run, if it recorded them; else the sum of its parts."""
+        """Wall seconds of the whole run if it recorded them, else the sum of its parts."""
         total = read_object(self.path / "timings.json").get("seconds")
         if _finite(total):
             return max(float(total), sum(self.stage_seconds.values()))
@@ -276,12 +276,12 @@ class RunResults:
 
 
 def best_split(tree: dict[str, Any]) -> str | None:
-    """test where it was judged, else dev, else whatever there is."""
+    """Return test if it was evaluated, else dev, else any split."""
     return next((s for s in ("test", "dev", *tree) if s in tree), None)
 
 
 def headline(metrics: dict[str, Any]) -> str | None:
-    """The metric of a split that counts first; None without any."""
+    """Return the headline metric of a split; None without any."""
     kept = {name: cell for name, cell in metrics.items() if not metric_of(name).is_floor}
     return next((name for name in ("accuracy", "exact_match", *in_headline_order(kept)) if name in kept), None)
 
@@ -293,14 +293,14 @@ def _finite(value: Any) -> TypeGuard[float]:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, or {} if the file is not there."""
+    """Return a JSON object, or {} if the file does not exist."""
     if not path.is_file():
         return {}
     return atomic.read_object(path)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """metrics.jsonl; a torn line (a killed writer) is skipped and counted, not an error."""
+    """Read metrics.jsonl; a torn line (a killed writer) is skipped and counted, not an error."""
     if not path.is_file():
         return Metrics([])
     kept: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -357,7 +357,7 @@ def _read_selection(folder: Path) -> SelectionResults:
 
 
 _SHOWN = 1000
-"""Chosen records that a page lists."""
+"""Most selected records listed on a page."""
 
 
 def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
@@ -372,7 +372,7 @@ def _parquet(path: Path, columns: tuple[str, ...]) -> Any:
 
 
 def _first_records(path: Path, count: int) -> list[dict[str, Any]]:
-    """The first distinct ones."""
+    """Return the first distinct records."""
     records: list[dict[str, Any]] = []
     with path.open(encoding="utf-8") as handle:
         for number, line in enumerate(handle, 1):
@@ -407,19 +407,19 @@ _FILES = (
     "recipe.resolved.yaml", "metrics.jsonl", "eval.json", "scores.parquet", "cells.parquet", "study.json",
     "comparison.json", "evaluation.json", "tokenizers.json",
 )  # fmt: skip
-"""What a directory that can be shown has one of, or `cells`."""
+"""Files of which a directory that can be shown has at least one (or `cells`)."""
 
 
 def is_run(path: Path) -> bool:
-    """True if `path` holds any piece that the report can show."""
+    """True if `path` contains any file that the report can show."""
     return any((path / name).is_file() for name in _FILES) or (path / "cells").is_dir()
 
 
 def discover(paths: Sequence[Path]) -> list[RunResults]:
-    """The runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
+    """Find the runs in `paths`, in order: each path itself, and the runs directly inside a plain folder or a study.
 
-    Folders called `cells`, `runs`, `stages`, `selection` or with a leading dot are never opened as runs of their own:
-    they belong to the run, sweep or study above them. Raises UserError naming the nearest run directory.
+    Folders called `cells`, `runs`, `stages`, `selection` or with a leading dot are never opened as runs: they belong to
+    the run, sweep or study above them. Raises UserError naming the nearest run directory.
     """
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
@@ -444,11 +444,11 @@ def discover(paths: Sequence[Path]) -> list[RunResults]:
 
 
 _WEIGHTS = ("adapter/", "initial/")
-"""What of a run no page shows."""
+"""Folders of a run that no page shows; their digests are not checked."""
 
 
 def _nearest(path: Path) -> str:
-    """Where a run directory is, if one is close by: above, beside, or two levels below."""
+    """Return a hint to a nearby run directory: above, next to it, or two levels below."""
     import difflib
 
     path = path.absolute()
@@ -467,14 +467,14 @@ def _nearest(path: Path) -> str:
 
 
 def read_run(path: Path) -> RunResults:
-    """One run directory."""
+    """Read one run directory."""
     texts = {
         name: (path / name).read_text(encoding="utf-8", errors="replace") if (path / name).is_file() else ""
         for name in ("command.txt", "recipe.resolved.yaml")
     }
     return RunResults(
         path=path,
-        # While a run is written whole, it lies in a hidden temporary (`.NAME.*.tmp`).
+        # While a run is being written, its folder is a hidden temporary (`.NAME.*.tmp`).
         name=re.sub(r"^\.(.+)\.[0-9a-f]{8}\.tmp$", r"\1", path.resolve().name),
         manifest=read_object(path / "manifest.json"),
         environment=read_object(path / "environment.json"),

@@ -1,4 +1,4 @@
-"""A sweep directory as tables: its plan, its cells, what they recorded along the steps, and how far it has come."""
+"""Sweep directory as tables: plan, cells, their traces along the steps, and progress."""
 
 from __future__ import annotations
 
@@ -26,35 +26,34 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.evaluate.metrics import METRICS, loss_form, metric_of
 
 GRADIENT, SHARPNESS = "grad.norm", "sharpness.ratio"
-"""Figures of a sweep that are computed from recorded ones."""
+"""Metrics of a sweep that are computed from recorded ones."""
 INTERPOLATION = 0.1
-"""ε of the effective model complexity where no bisection names its own: training data counts as fitted at a mean train
-error of at most this."""
+"""Default ε of the effective model complexity: training data counts as fitted up to this mean train error."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell that has no figures, and why."""
+    """Cell without metrics, and the reason."""
 
     cell: str
     setting: dict[str, Any]
     seed: Any
     reason: str
     diverged: bool
-    """Whether its loss or a gradient was no finite number; False too where tables of an earlier version do not say."""
+    """True if its loss or a gradient was not finite; also False if tables of an earlier version do not record it."""
 
 
 class SweepData(SweepTable):
-    """The cells of a sweep, one row each; `axes` are the grid keys that vary.
+    """Cells of a sweep, one row each; `axes` are the grid keys that vary.
 
-    fixed: grid keys with one value. trace: what cells recorded along the steps, with the further axis `step`; None if
-    they recorded nothing. design: `grid`, `paired` (all axes move together) or `random`. planned: cells of the plan,
-    None if sweep.json does not say. files: names of the tables in the directory. stability: lr·λ_max of the
-    preconditioned Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, what a bisection
-    over the rows of training data found. epsilon: mean train error up to which training data count as fitted.
-    together: axes of a paired design that move with another one, and are no axes of their own. planned_seeds: of every
-    point of the plan. level: of every test, less than 5 % where seeds were added until curves were decided. metric:
-    what the plan asked to be judged by, as the figure that falls as it gets better; None: error, else loss.
+    fixed: grid keys with one value. trace: records of cells along the steps, with the further axis `step`; None if they
+    recorded nothing. design: `grid`, `paired` (all axes move together) or `random`. planned: cells of the plan, None if
+    sweep.json does not give it. files: names of the tables in the directory. stability: lr·λ_max of the preconditioned
+    Hessian above which the recipe's Adam is unstable. searched: the points of emc.json, found by a bisection over the
+    rows of training data. epsilon: mean train error up to which training data count as fitted. together: axes of a
+    paired design that move with another one and are not axes here. planned_seeds: seeds per point of the plan. level:
+    of every test, below 5 % if seeds were added until curves had a verdict. metric: metric requested by the plan, in
+    the form that falls as it improves; None: error, else loss.
     """
 
     def __init__(
@@ -91,12 +90,12 @@ class SweepData(SweepTable):
 
     @property
     def done(self) -> int:
-        """Cells that finished."""
+        """Number of finished cells."""
         return int(self.finished.sum())
 
     @cached_property
     def failed(self) -> list[Failure]:
-        """Cells that failed, in file order; a cell that merely waits is not among them."""
+        """Cells that failed, in file order; a cell that has not run yet is not among them."""
         names = [n for n in ("cell", "status", "reason", "diverged") if n in self.table.column_names]
         texts = self.table.select(names).to_pydict()
         statuses = texts.get("status", [])
@@ -114,7 +113,7 @@ class SweepData(SweepTable):
 
     @property
     def unfinished(self) -> int:
-        """Cells of the plan that have no result yet."""
+        """Number of planned cells without a result."""
         return max((self.planned if self.planned is not None else len(self)) - self.done - len(self.failed), 0)
 
     @cached_property
@@ -125,27 +124,27 @@ class SweepData(SweepTable):
 
     @cached_property
     def versions(self) -> list[tuple[str, int]]:
-        """(version and digest of the code, cells that it made), most cells first."""
+        """(version and digest of the code, number of its cells), most cells first."""
         names = [n for n in ("flatshift", "code") if n in self.table.column_names]
         found = zip(*(self.table.column(n).to_pylist() for n in names), strict=True)
         counted = Counter(" ".join(str(part) for part in made if part is not None) for made in found)
         return sorted(((made, n) for made, n in counted.items() if made), key=lambda item: (-item[1], item[0]))
 
     def whole(self, where: Where) -> dict[str, Any]:
-        """A setting with the values of the axes that move with its own."""
+        """Return a setting with the values of the axes that move with its own."""
         return {**where, **{one.axis: one.at[where[one.first]] for one in self.together}}
 
     def error_columns(self) -> tuple[str, str]:
-        """(test column, train column): of what the plan asked for, else error where the task has one, else loss."""
+        """Return (test column, train column): of the requested metric, else error if the task has one, else loss."""
         name = self.metric or ("error" if self.has("test.error") or self.has("train.error") else "loss")
         return f"{self.judged(name)}.{name}", f"train.{name}"
 
     def judged(self, name: str) -> str:
-        """The held-out split that has the metric `name`: test, else dev."""
+        """Return the held-out split that has the metric `name`: test, else dev."""
         return "test" if self.has(f"test.{name}") or not self.has(f"dev.{name}") else "dev"
 
     def majority_error(self, test: str) -> float | None:
-        """Mean error of always saying the commonest class; None unless the column `test` is an error of classes."""
+        """Return the mean error of always predicting the most frequent class; None unless `test` is a class error."""
         split, _, metric = test.partition(".")
         floor = f"{split}.{metric_of('accuracy').floor}"
         if metric != "error" or not self.has(floor):
@@ -155,9 +154,9 @@ class SweepData(SweepTable):
 
 
 def read_sweep(folder: Path) -> SweepData | None:
-    """The tables of a sweep directory; None where there is none.
+    """Read the tables of a sweep directory; None if it has none.
 
-    cells.parquet and curves.parquet, and for cells that finished after these were written (or without them)
+    Reads cells.parquet and curves.parquet, and for cells that finished after these were written (or without them)
     cells/<hash>/result.json and trace.jsonl. Axes are the keys of `grid` in sweep.json or, without it, every dotted
     column that is not `<split>.<metric>` (`train.steps` is an axis, `train.loss` is not).
     """
@@ -221,7 +220,7 @@ def _parquet(path: Path) -> pa.Table | None:
 
 
 def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
-    """The curves of those cells; all where the tables do not name cells."""
+    """Return the curves of those cells; all if the tables do not name cells."""
 
     if "cell" not in curves.column_names or "cell" not in cells.column_names:
         return curves
@@ -229,7 +228,7 @@ def _of_cells(curves: pa.Table, cells: pa.Table) -> pa.Table:
 
 
 def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa.Table:
-    """All `tables` there are, followed by `rows`; absent values null."""
+    """Concatenate all existing `tables` and `rows`; missing values are null."""
 
     there = [table for table in tables if table is not None]
     if rows or not there:
@@ -244,7 +243,7 @@ def _joined(tables: Sequence[pa.Table | None], rows: list[dict[str, Any]]) -> pa
 
 
 def _array(values: list[Any]) -> pa.Array:
-    """Values as a column; as text where they are lists, or their types do not go together."""
+    """Return values as a column; as text if they are lists or of incompatible types."""
 
     try:
         found = pa.array(values)
@@ -257,7 +256,7 @@ def _array(values: list[Any]) -> pa.Array:
 
 
 def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
-    """error is 1 − accuracy where only accuracy was measured; and so is what `metric` lacks, where it is that."""
+    """Add error = 1 − accuracy where only accuracy was measured, and likewise for the requested metric's loss form."""
 
     derived = {"accuracy": "error"}
     if metric is not None and metric not in METRICS:
@@ -274,7 +273,7 @@ def _with_errors(table: pa.Table, metric: str | None) -> pa.Table:
 
 
 def _one_stage(table: pa.Table) -> pa.Table:
-    """The rows of the last stage: steps count from 0 in each, and only the last one trains on the task's labels."""
+    """Return the rows of the last stage: steps restart in each, and only the last trains on the task's labels."""
 
     if "stage" not in table.column_names:
         return table
@@ -283,7 +282,7 @@ def _one_stage(table: pa.Table) -> pa.Table:
 
 
 def _flat_result(file: Path) -> dict[str, Any]:
-    """The row of cells.parquet that a result.json stands for."""
+    """Return the row of cells.parquet for a result.json."""
     try:
         tree = json.loads(file.read_text(encoding="utf-8"))
         row = {"cell": file.parent.name, **tree["point"], "seed": tree["seed"], "status": status_of(tree)}
@@ -298,7 +297,7 @@ def _flat_result(file: Path) -> dict[str, Any]:
 
 
 def _steps_of(curves: pa.Table | None) -> set[int]:
-    """Steps at which anything was recorded."""
+    """Return the steps at which anything was recorded."""
     if curves is None or STEP not in curves.column_names:
         return set()
     return {int(step) for step in curves.column(STEP).unique().to_pylist() if step is not None}
@@ -307,8 +306,8 @@ def _steps_of(curves: pa.Table | None) -> set[int]:
 def derive(data: SweepData) -> None:
     """Add `grad.norm` = √(‖gA‖² + ‖gB‖²) and `sharpness.ratio` = lr·λ_max / `data.stability` to trace and cells.
 
-    A cell's own figures are the largest of its trace: of the gradient over the second half of its steps (the first
-    steps from B = 0 are large for every rank), of the sharpness over all. A failed cell has none.
+    A cell's value is the largest of its trace: of the gradient over the second half of its steps (the first steps from
+    B = 0 are large for every rank), of the sharpness over all. A failed cell has none.
     """
     trace = data.trace
     if trace is None:
@@ -319,7 +318,7 @@ def derive(data: SweepData) -> None:
         place = _cells(data)
         steps = trace.column(STEP)
         last = np.full(len(data), -1.0)
-        known = (place >= 0) & np.isfinite(steps)  # the steps that a failed cell did not reach have no figures
+        known = (place >= 0) & np.isfinite(steps)  # steps that a failed cell did not reach have no values
         np.maximum.at(last, place[known], steps[known])
         late = known & (steps >= last[place] / 2)
         data.add(GRADIENT, np.where(data.finished, _largest(norm, place, late, len(data)), np.nan))
@@ -331,7 +330,7 @@ def derive(data: SweepData) -> None:
 
 
 def _cells(data: SweepData) -> np.ndarray:
-    """int64 [rows of the trace]: row of each one's cell in `data`, −1 where it has none."""
+    """Return int64 [rows of the trace]: the row in `data` of each one's cell, −1 if it has none."""
 
     assert data.trace is not None
     if "cell" not in data.table.column_names or "cell" not in data.trace.table.column_names:
@@ -341,7 +340,7 @@ def _cells(data: SweepData) -> np.ndarray:
 
 
 def _largest(values: np.ndarray, place: np.ndarray, among: np.ndarray, count: int) -> np.ndarray:
-    """float64 [count]: the largest finite value at each place, NaN where there is none."""
+    """Return float64 [count]: the largest finite value at each place, NaN if there is none."""
     good = among & np.isfinite(values)
     top = np.full(count, -np.inf)
     np.maximum.at(top, place[good], values[good])
@@ -354,7 +353,7 @@ _OWN = frozenset({"cell", "seed", "status"})
 
 
 def axes_of_table(table: pa.Table, declared: Iterable[str] | None) -> tuple[list[str], dict[str, Any]]:
-    """(columns that vary, {column: value} of those that do not)."""
+    """Return (columns that vary, {column: value} of those that do not)."""
     if declared is None:
         declared = [c for c in table.column_names if c not in _OWN and "." in c and not _is_figure(c)]
     levels = {c: encode(table, c)[0] for c in declared} if table.num_rows else {}
@@ -368,17 +367,17 @@ def _is_figure(column: str) -> bool:
 
 @dataclass(frozen=True)
 class Together:
-    """An axis of a paired design that merely moves with another one, so that no curve runs along it."""
+    """Axis of a paired design that moves with another one, so that no curve runs along it."""
 
     axis: str
     first: str
-    """The axis that it moves with."""
+    """Axis that it moves with."""
     at: Mapping[Any, Any]
     """Its value at each value of `first`."""
 
 
 def leading(table: pa.Table, axes: list[str]) -> tuple[list[str], list[Together]]:
-    """(axes of a paired design that curves run along, those that merely move with the first of them).
+    """Return (axes of a paired design to draw along, those that move with the first of them).
 
     The first is the rank, else a numeric axis.
     """
@@ -399,7 +398,7 @@ AGAIN = "run the sweep again, it keeps its cells"
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """sweep.json, or nothing if it is not there. Raises UserError as `flatshift sweep` does, and without a grid."""
+    """Read sweep.json; empty if it does not exist. Raises UserError as `flatshift sweep` does, and without a grid."""
     if not path.is_file():
         return {}
     plan = read_marker(path.parent)
@@ -413,7 +412,7 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def declared_axes(plan: dict[str, Any]) -> list[str] | None:
-    """Keys of the grid, and the one that is searched; None without a plan."""
+    """Return the keys of the grid and the searched one; None without a plan."""
     if not plan:
         return None
     search = plan.get("bisection")
@@ -422,20 +421,20 @@ def declared_axes(plan: dict[str, Any]) -> list[str] | None:
 
 
 def declared_epsilon(plan: dict[str, Any]) -> float | None:
-    """Mean train error up to which a bisection counts rows as fitted; None where nothing is searched."""
+    """Return the mean train error up to which a bisection counts rows as fitted; None without a bisection."""
     search = plan.get("bisection")
     return _epsilon(search.get("epsilon")) if isinstance(search, dict) else None
 
 
 def declared_level(plan: dict[str, Any]) -> float:
-    """Of every test: what the plan's look at its seeds may spend (`flatshift.experiments.statistics.peak`), else 5
+    """Return the level of every test: the plan's share at this look (`flatshift.experiments.statistics.peak`), else 5
     %."""
     found = plan.get("level")
     return float(found) if isinstance(found, float) and 0 < found < 0.5 else 0.05
 
 
 def declared_metric(plan: dict[str, Any]) -> str | None:
-    """What the plan asked to be judged by, as the figure that falls as it gets better; None: what there is."""
+    """Return the loss form of the metric that the plan requests, which falls as it improves; None: use the default."""
     found = plan.get("metric")
     return loss_form(found) if isinstance(found, str) and found in METRICS else None
 
@@ -445,7 +444,7 @@ def _epsilon(found: Any) -> float | None:
 
 
 def planned_cells(plan: dict[str, Any]) -> int | None:
-    """How many cells the plan has, as far as it says."""
+    """Return the number of cells in the plan, if it can be derived."""
     if isinstance(plan.get("cells"), int):
         return int(plan["cells"])
     grid, seeds = plan.get("grid"), plan.get("seeds")
@@ -457,22 +456,22 @@ def planned_cells(plan: dict[str, Any]) -> int | None:
 
 
 def rows_planned(rows: Iterable[dict[str, Any]], plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Those finished cells that are the plan's: a directory may hold cells of an earlier grid as well.
+    """Return the finished cells that belong to the plan: a directory may also hold cells of an earlier grid.
 
-    All where the plan does not name its cells.
+    All of them if the plan does not name its cells.
     """
     return [row for row in rows if "keys" not in plan or row["cell"] in plan["keys"]]
 
 
 def only_planned(table: pa.Table, plan: dict[str, Any]) -> pa.Table:
-    """`rows_planned` of a table of cells."""
+    """Filter a table of cells like `rows_planned`."""
     if "keys" not in plan or "cell" not in table.column_names:
         return table
     return table.filter(pc.is_in(table.column("cell"), value_set=pa.array(sorted(plan["keys"]), pa.string())))
 
 
 def read_searched(path: Path) -> tuple[list[dict[str, Any]], float | None]:
-    """(points, ε) of emc.json, a point with `point`, `emc`, `low`, `high`, `side`, `tried`; none without the file."""
+    """Return (points, ε) of emc.json, each with `point`, `emc`, `low`, `high`, `side`, `tried`; empty without it."""
     if not path.is_file():
         return [], None
     try:
@@ -487,7 +486,7 @@ def read_searched(path: Path) -> tuple[list[dict[str, Any]], float | None]:
 
 
 def beta1(recipe: Path) -> float:
-    """Adam's first decay rate, as the recipe says; 0.9 where it does not."""
+    """Return Adam's first decay rate from the recipe; 0.9 by default."""
     import yaml
 
     try:

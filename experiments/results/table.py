@@ -1,4 +1,4 @@
-"""Rows of a sweep as columns: which of them match a setting, and means with intervals over seeds."""
+"""Columns of a sweep: rows that match a setting, and means with intervals over seeds."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from flatshift.experiments.statistics.intervals import Interval, t_interval
 from flatshift.finetune.evaluate.metrics import metric_of
 
 Where = Mapping[str, Any]
-"""A setting: axis → value."""
+"""Setting: axis → value."""
 
 
 _DENSE = 4_000_000
-"""Combinations of levels up to which they are counted in an array; the codes of more are sorted, which is slower."""
+"""Most combinations of levels counted in an array; codes of more are sorted, which is slower."""
 
 
 @dataclass(frozen=True)
 class SeedMatrix:
-    """One figure over an axis, seed by seed: `y[s, j]` is that of `seeds[s]` at `values[j]`, NaN where there is none.
+    """Values of one metric along an axis by seed: `y[s, j]` is that of `seeds[s]` at `values[j]`, NaN if missing.
 
-    present: bool [S, J], whether there is a row at all, finished or failed. lost: whether that one is no finished one,
-    diverged: and its run diverged.
+    present: bool [S, J], True if there is a row at all, finished or failed. lost: True if that row is not finished.
+    diverged: True if its run diverged.
     """
 
     values: tuple[Any, ...]
@@ -40,9 +40,9 @@ class SeedMatrix:
 
 
 class SweepTable:
-    """One row per cell, or per cell and recorded step; `axes` are the columns that a setting is made of.
+    """One row per cell, or per cell and recorded step; `axes` are the columns that make up a setting.
 
-    A figure is finite or counts as not measured, and is read from finished rows only (`status` done, or no status).
+    A value that is not finite counts as not measured; only finished rows are read (`status` done, or no status).
     """
 
     def __init__(self, table: pa.Table, axes: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class SweepTable:
         statuses = table.column("status").to_pylist() if "status" in table.column_names else [None] * table.num_rows
         self.finished = np.array([s is None or s == "done" for s in statuses], dtype=bool)
         marks = table.column("diverged").to_pylist() if "diverged" in table.column_names else [None] * table.num_rows
-        # of cells by a column of its own, of steps by their status
+        # Rows of cells have a column for this; rows of steps have it in their status.
         diverged = [s == "diverged" or mark is True for s, mark in zip(statuses, marks, strict=True)]
         self._stopped = np.array([s == "stopped early" for s in statuses], dtype=bool)
         self._diverged = np.array(diverged, dtype=bool) & ~self.finished
@@ -70,11 +70,11 @@ class SweepTable:
         return len(self._levels["seed"])
 
     def levels(self, axis: str) -> list[Any]:
-        """Distinct values of an axis: None first, numbers in order, else in order of appearance."""
+        """Return the distinct values of an axis: None first, numbers in order, else in order of appearance."""
         return self._levels[axis]
 
     def values(self, axis: str) -> list[Any]:
-        """`levels` without None."""
+        """Return `levels` without None."""
         return [v for v in self._levels[axis] if v is not None]
 
     def numeric(self, axis: str) -> bool:
@@ -83,24 +83,24 @@ class SweepTable:
         return bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
 
     def column(self, name: str) -> np.ndarray:
-        """float64 [N]: a figure of every row, NaN where it was not measured or is not finite."""
+        """Return float64 [N]: a column's value in every row, NaN if it was not measured or is not finite."""
         if name not in self._columns:
             values = floats(self.table, name)
             self._columns[name] = np.where(np.isfinite(values) & self.finished, values, np.nan)
         return self._columns[name]
 
     def add(self, name: str, values: np.ndarray) -> None:
-        """Add a figure [N] that is computed from others."""
+        """Add a column [N] computed from others."""
         self._columns[name] = values
 
     def has(self, name: str) -> bool:
-        """True if any row has the figure."""
+        """True if any row has a value in the column."""
 
         known = name in self._columns or name in self.table.column_names
         return known and bool(np.isfinite(self.column(name)).any())
 
     def rows(self, where: Where) -> np.ndarray:
-        """int64 [n]: numbers of the rows that match `where`, in file order."""
+        """Return int64 [n]: indices of the rows that match `where`, in file order."""
 
         key = tuple(sorted((axis, repr(value)) for axis, value in where.items()))
         if key not in self._found:
@@ -112,13 +112,13 @@ class SweepTable:
         return self._found[key]
 
     def at(self, column: str, where: Where) -> Interval | None:
-        """t-interval over the finished rows that match `where`; None if there are none."""
+        """Return the t-interval over the finished rows that match `where`; None if there are none."""
 
         values = self.column(column)[self.rows(where)]
         return interval(column, values[np.isfinite(values)])
 
     def curve(self, column: str, axis: str, where: Where) -> list[tuple[Any, Interval]]:
-        """(axis value, interval) along `axis` with other axes held at `where`; values without a figure are left out."""
+        """Return (axis value, interval) along `axis` with other axes held at `where`; unmeasured values are skipped."""
 
         rows = self.rows(where)
         figures, codes = self.column(column)[rows], self._codes[axis][rows]
@@ -131,7 +131,7 @@ class SweepTable:
         return [(v, p) for v, p in points if p is not None]
 
     def points(self, column: str, axis: str, where: Where) -> tuple[list[Any], list[float]]:
-        """(axis values, figures) of the single rows that match `where`."""
+        """Return (axis values, metric values) of the single rows that match `where`."""
 
         rows = self.rows(where)
         figures = self.column(column)[rows]
@@ -139,9 +139,9 @@ class SweepTable:
         return [self._levels[axis][c] for c in self._codes[axis][rows][keep]], figures[keep].tolist()
 
     def matrix(self, column: str, axis: str, where: Where) -> SeedMatrix:
-        """Figures by seed and axis value, those values only at which `where` has rows (finished or not).
+        """Return values by seed and axis value, only at axis values for which `where` has rows (finished or not).
 
-        Where several rows share a seed and a value (an axis that `where` does not hold), the last one counts.
+        If several rows share a seed and a value (an axis that `where` does not hold), the last one counts.
         """
 
         rows = self.rows(where)
@@ -160,7 +160,7 @@ class SweepTable:
         return SeedMatrix(values, seeds, y[held], present[held], lost[held], diverged[held])
 
     def lost(self, where: Where) -> Lost:
-        """What became of the runs of `where` without figures, in a word for all of them."""
+        """Return one word for the fate of all unfinished runs of `where`."""
         rows = self.rows(where)
         rows = rows[~self.finished[rows]]
         if self._diverged[rows].all():
@@ -170,7 +170,7 @@ class SweepTable:
         return "ended early" if (self._diverged | self._stopped)[rows].all() else "failed"
 
     def grid(self, column: str, x: str, y: str, where: Where) -> np.ndarray:
-        """float64 [Y, X]: mean of a figure over the rows of each pair of axis values, NaN where there is none."""
+        """Return float64 [Y, X]: mean over the rows of each pair of axis values, NaN if there is none."""
 
         rows = self.rows(where)
         figures = self.column(column)[rows]
@@ -186,7 +186,7 @@ class SweepTable:
         return mean[np.ix_(keep_y, keep_x)]
 
     def settings(self, axes: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Every combination of values of `axes` (default: all) that was run, in the order of their levels."""
+        """Return every combination of values of `axes` (default: all) that was run, in the order of their levels."""
 
         names = list(self.axes if axes is None else axes)
         if not len(self):
@@ -197,7 +197,7 @@ class SweepTable:
         return [{a: self._levels[a][c] for a, c in zip(names, row, strict=True)} for row in codes.tolist()]
 
     def _distinct(self, axes: Sequence[str], keep: np.ndarray) -> np.ndarray:
-        """int64 [n, axes]: codes of every combination of values of `axes` among the rows `keep`, in order."""
+        """Return int64 [n, axes]: codes of every combination of values of `axes` among the rows `keep`, in order."""
 
         sizes = [len(self._levels[a]) for a in axes]
         columns = [self._codes[a][keep] for a in axes]
@@ -207,7 +207,7 @@ class SweepTable:
         return np.column_stack(np.unravel_index(flat, sizes))
 
     def reach(self, column: str, axis: str) -> list[tuple[dict[str, Any], int]]:
-        """(setting of the other axes, values of `axis` with the figure there), of settings that have it, in order."""
+        """Return (setting of the other axes, number of measured `axis` values) of settings with any, in order."""
 
         others = [a for a in self.axes if a != axis]
         levels = np.array([value is not None for value in self._levels[axis]], dtype=bool)
@@ -221,7 +221,7 @@ class SweepTable:
         ]
 
     def seeds_each(self) -> tuple[int, int]:
-        """(fewest, most) seeds that a setting has a row of, finished or failed; (0, 0) without rows."""
+        """Return (fewest, most) seeds of which a setting has a row, finished or failed; (0, 0) without rows."""
 
         if not len(self):
             return 0, 0
@@ -230,7 +230,7 @@ class SweepTable:
         return int(counts.min()), int(counts.max())
 
     def means(self, column: str) -> list[tuple[dict[str, Any], Interval]]:
-        """(setting, interval) of every setting that has the figure, in one pass over the rows."""
+        """Return (setting, interval) of every measured setting, in one pass over the rows."""
 
         figures = self.column(column)
         good = np.flatnonzero(np.isfinite(figures))
@@ -248,20 +248,20 @@ class SweepTable:
         return found
 
     def best(self, column: str) -> tuple[dict[str, Any], Interval] | None:
-        """The setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
+        """Return the setting with the lowest mean of `column`, and that mean; None if nothing was measured."""
         means = self.means(column)
         return min(means, key=lambda item: item[1].value) if means else None
 
 
 def interval(column: str, values: Any) -> Interval | None:
-    """t-interval of a figure's values, cut at what the figure can be; None for no values."""
+    """Return the t-interval of a metric's values, clipped to its bounds; None for no values."""
     if values is None or not len(values):
         return None
     return t_interval(values.tolist(), bounds=metric_of(column.partition(".")[2]).bounds)
 
 
 def encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
-    """(levels, int64 codes [N]) of a column; lists become text, for they must compare and group."""
+    """Return (levels, int64 codes [N]) of a column; lists become text, so that they can be compared and grouped."""
 
     if name not in table.column_names:
         return [None], np.zeros(table.num_rows, dtype=np.int64)
@@ -287,7 +287,7 @@ def encode(table: pa.Table, name: str) -> tuple[list[Any], np.ndarray]:
 
 
 def floats(table: pa.Table, name: str) -> np.ndarray:
-    """A column as float64 [N]; NaN for nulls, and all NaN for a column that is absent or holds no numbers."""
+    """Return a column as float64 [N]; NaN for nulls, and all NaN for a missing or non-numeric column."""
 
     if name not in table.column_names:
         return np.full(table.num_rows, np.nan)

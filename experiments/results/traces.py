@@ -1,4 +1,4 @@
-"""What cells recorded along the steps, from their own directories: those that no table of the sweep holds yet."""
+"""Traces that cells recorded along the steps, read from directories of cells that are in no table yet."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pyarrow import json as arrow_json
 from flatshift.experiments.results.cells import ended, status_of
 
 STEP = "step"
-"""The axis of a trace: optimizer updates done."""
+"""Axis of a trace: finished optimizer steps."""
 
 _TOGETHER = 1000
-"""Files parsed in one go: one that is unlike the others costs no more than its batch."""
+"""Most files parsed at once: one file of unusual form only slows its own batch."""
 
 
 def late_traces(
     folders: Sequence[Path], cells: pa.Table, axes: Sequence[str], steps: Iterable[int]
 ) -> tuple[list[pa.Table], list[dict[str, Any]]]:
-    """What curves.parquet would hold of cells that are not in it: whole traces as tables, of all others rows.
+    """Return the curves.parquet content of cells missing from it: complete traces as tables, all others as rows.
 
-    A cell that failed or stopped early has rows without figures for the planned steps that it did not reach: those of
-    its trace.json or, if it ended before that was written, the `steps` that others recorded.
+    A cell that failed or stopped early gets rows without metrics for the planned steps it did not reach: those of its
+    trace.json or, if it ended before that was written, the `steps` that others recorded.
 
     Raises:
-        UserError: a line that is no JSON object, other than a torn last one.
+        UserError: a line that is not a JSON object, other than a torn last one.
     """
 
     if not folders:
@@ -56,9 +56,9 @@ def late_traces(
 
 
 def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
-    """The traces that can be read as they are, and how many lines of each folder; None and none where there are none.
+    """Return the traces that can be parsed unchanged, and the number of lines per folder; (None, {}) without any.
 
-    As they are: one line for each step that trace.json names, in its order; nothing was undone or written again.
+    Such a trace has one line for each step that trace.json names, in its order; nothing was undone or rewritten.
     """
 
     from flatshift.finetune.run_directory import TRACE
@@ -84,7 +84,7 @@ def _whole(folders: Sequence[Path]) -> tuple[pa.Table | None, dict[Path, int]]:
 
 
 def _parsed(lines: bytes) -> pa.Table | None:
-    """Lines of JSON as a table of numbers and plain text; None where they are something else, or miss their step."""
+    """Parse JSON lines to a table of numbers and plain text; None for anything else, or if a step is missing."""
 
     try:
         table = arrow_json.read_json(io.BytesIO(lines), read_options=arrow_json.ReadOptions(use_threads=False))
@@ -99,7 +99,7 @@ def _parsed(lines: bytes) -> pa.Table | None:
 def _one_by_one(
     folders: Sequence[Path], about: pa.Table, place: dict[str, int], known: set[int]
 ) -> list[dict[str, Any]]:
-    """Rows of the traces in `folders`; of two lines of a step the later one counts."""
+    """Return rows of the traces in `folders`; of two lines for a step the later one counts."""
 
     from flatshift.finetune.train.trace.files import as_planned, read_trace
 
@@ -117,7 +117,7 @@ def _one_by_one(
 
 
 def _planned(folder: Path) -> list[int] | None:
-    """The steps that trace.json names; None where it does not say."""
+    """Return the steps that trace.json names; None if it does not."""
     from flatshift.finetune.train.trace.files import ABOUT
 
     try:

@@ -1,1 +1,2 @@
-"""What a command has at hand while it works: the console, signals to stop, a directory that a later try continues."""
+"""Support for running commands: the console, stop signals, and a directory that a later run of the command
+continues."""

@@ -1,6 +1,5 @@
-"""What a person sees while work runs (rich bars with rate and ETA on a terminal, plain lines elsewhere), and how he
-stops it: Ctrl-C, SIGTERM and SIGUSR1 as a request to stop at the next step, with state saved; a second one stops at
-once."""
+"""Progress output (rich bars with rate and ETA on a terminal, plain lines elsewhere) and stop signals: Ctrl-C, SIGTERM
+and SIGUSR1 request a stop at the next step, with state saved; a second signal stops at once."""
 
 from __future__ import annotations
 
@@ -19,16 +18,18 @@ from flatshift.finetune.errors import STOP_SIGNALS, Interrupted, printable
 from flatshift.finetune.figures import per_second
 
 Draw = Callable[..., Path]
-"""Draws the page of a finished directory and says where it is: `draw(directory)`, or `draw(directory, *parts)` for one
-page of several. The command line hands it in: what makes a directory knows no report."""
+"""Function that draws the page of a finished directory and returns its path: `draw(directory)`, or `draw(directory,
+*parts)` for one page of several. Passed in by the command line, so that the code that makes a directory does not import
+the report."""
 
 
 _EVERY_S = 4.0
-"""Between two lines of a piece of work where there is no terminal."""
+"""Seconds between two lines of a task where there is no terminal."""
 
 
 class _Output:
-    """When this process last said something, and how many speak for it: bars of a terminal, ranks that it started."""
+    """Time of this process's last output, and the number of other sources of output: bars of a terminal, ranks it
+    started."""
 
     last = 0.0
     others = 0
@@ -36,7 +37,7 @@ class _Output:
 
 @contextmanager
 def others_speak() -> Iterator[None]:
-    """While it lasts, `never_silent` has nothing to say."""
+    """Suppress the messages of `never_silent` in the block."""
     _Output.others += 1
     try:
         yield
@@ -47,9 +48,9 @@ def others_speak() -> Iterator[None]:
 
 @contextmanager
 def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
-    """Say on stderr that `what` is at work wherever nothing else was said for so many seconds.
+    """Print on stderr that `what` is at work whenever nothing else was printed for `every` seconds.
 
-    A file or a pipe is told ever more rarely, up to once a minute: nobody waits in front of it.
+    If stderr is not a terminal, the interval grows up to a minute: nobody is watching.
     """
     begun = _Output.last = time.monotonic()
     longest = every if sys.stderr.isatty() else 15 * every
@@ -73,19 +74,20 @@ def never_silent(what: str, every: float = _EVERY_S) -> Iterator[None]:
 
 
 class _Pace:
-    """Work per second since the first report, so that neither a start nor what was done before a resume counts."""
+    """Rate of work since the first report, so that neither startup nor work done before a resume counts."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()
         self._first: tuple[int, float] | None = None
 
     def begin(self, done: int) -> None:
-        """The first report; nothing at any other."""
+        """Record the first report; later calls do nothing."""
         if self._first is None:
             self._first = (done, time.monotonic())
 
     def rate(self, done: int) -> float:
-        """Of all that is `done`, where nothing was reported before."""
+        """Return units per second; over all that is `done` since the start if nothing was done after the first
+        report."""
         now = time.monotonic()
         before, since = self._first or (done, now)
         if done > before:
@@ -94,17 +96,17 @@ class _Pace:
 
 
 class Bar(Protocol):
-    """One piece of long work."""
+    """Progress of one long task."""
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Say that `done` units are finished; `note` is shown beside the bar."""
+        """Report that `done` units are finished; `note` is printed next to the bar."""
 
 
 class Console:
-    """Prints to stderr, so that stdout stays what a machine may read; also hands every line to `log`.
+    """Printer to stderr, so that stdout stays machine-readable; also passes every line to `log`.
 
-    quiet: print nothing, still log. verbose: print in full what is else outlined. log: called with each line (a run
-    directory's log.txt).
+    quiet: print nothing, still log. verbose: print in full what is otherwise shortened. log: called with each line (for
+    a run directory's log.txt).
     """
 
     def __init__(self, *, quiet: bool = False, verbose: bool = False, log: Callable[[str], None] | None = None) -> None:
@@ -114,15 +116,15 @@ class Console:
         self.terminal = sys.stderr.isatty() and not quiet
 
     def say(self, line: str = "") -> None:
-        """Print a line."""
+        """Print and log a line."""
         self.outline([line], [line])
 
     def detail(self, line: str) -> None:
-        """A line for the log, printed where `verbose` asks for it."""
+        """Log a line, and print it if `verbose`."""
         self.outline([], [line])
 
     def outline(self, short: Sequence[str], whole: Sequence[str]) -> None:
-        """Print the lines `short`, or where `verbose` all of `whole`, which the log has in any case."""
+        """Print the lines `short`, or `whole` if `verbose`; the log always gets `whole`."""
         if self.log is not None:
             for line in whole:
                 self.log(printable(line))
@@ -132,10 +134,10 @@ class Console:
 
     @contextmanager
     def task(self, label: str, total: int | None, unit: str = "", *, brief: bool = False) -> Iterator[Bar]:
-        """A progress bar (terminal) or a line every four seconds and at the end (elsewhere). total: None where nobody
-        can know.
+        """Show a progress bar (terminal), or print a line every four seconds and at the end (elsewhere). total: None if
+        unknown.
 
-        brief: nothing of it stays on a terminal, and nothing is said elsewhere of what takes less than four seconds.
+        brief: leave nothing on a terminal, and elsewhere print nothing for a task of less than four seconds.
         """
         if self.terminal:
             yield from self._bar(label, total, unit, brief)
@@ -146,9 +148,10 @@ class Console:
     def evaluating(
         self, label: str, rows: int, *, stop: Callable[[], bool] = lambda: False
     ) -> Iterator[Callable[[int], None]]:
-        """Progress of an evaluation of so many rows; gives `flatshift.finetune.data.eval_batching.EvalBatching.beat`.
+        """Show the progress of an evaluation of `rows` rows; yields
+        `flatshift.finetune.data.eval_batching.EvalBatching.beat`.
 
-        Raises Interrupted where `stop()` is true at a beat.
+        Raises Interrupted at a beat at which `stop()` is true.
         """
         with self.task(label, rows, "rows", brief=True) as bar:
             done = tokens = 0
@@ -213,7 +216,8 @@ class Console:
 
 @contextmanager
 def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
-    """Yield `stop()`, true once a signal came. Outside the main thread signals cannot be caught: never true there."""
+    """Yield `stop()`, which returns True once a signal came; always False outside the main thread, which gets no
+    signals."""
     asked = False
 
     def on_signal(number: int, _frame: object) -> None:
@@ -236,11 +240,11 @@ def graceful_stop(announce: Callable[[str], None]) -> Iterator[Callable[[], bool
 
 @contextmanager
 def prompt_end(seconds: float = 0.5) -> Iterator[None]:
-    """End the process with exit code 3 where a signal to stop is not obeyed within `seconds`.
+    """End the process with exit code 3 if it does not react to a stop signal within `seconds`.
 
     A signal raises KeyboardInterrupt only between two Python instructions; a long native call (a product, a
-    factorisation) would hold it back. For commands that a kill at any moment leaves resumable, and in the main thread;
-    elsewhere it does nothing.
+    factorisation) would delay it. For commands that stay resumable when killed at any moment; does nothing outside the
+    main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

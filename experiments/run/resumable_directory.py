@@ -1,10 +1,10 @@
-"""A directory that is made whole or not at all, and whose making goes on after a kill when it is asked for again.
+"""A directory that is created completely or not at all, and whose creation resumes after a kill.
 
 with unfinished(out, resolved.to_yaml()) as work:
-    ...                     # write results into work.directory, what a later try needs into work.state
+    ...                     # write results into work.directory, data for a later try into work.state
 
-Until it is done, `out` holds nothing but `state/`: `recipe.resolved.yaml` (what is being made), `kept/` (what survives
-a kill) and the results so far under a hidden name. At the end these take the place of `out` in one rename.
+Until it is done, `out` holds only `state/`: `recipe.resolved.yaml` (the recipe of the result), `kept/` (data that
+survives a kill) and the results so far under a hidden name. At the end these replace `out` in one rename.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _STATE, _KEPT = "state", "kept"
 
 @dataclass(frozen=True)
 class ResumableWork:
-    """directory: where results go. state: what is left there outlives a kill. continued: an earlier try left some."""
+    """Directories of work in progress: `directory` for results, `state` for data that survives a kill. `continued` is
+    True if an earlier try left some."""
 
     directory: Path
     state: Path
@@ -36,14 +37,14 @@ class ResumableWork:
 
 @contextlib.contextmanager
 def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command") -> Iterator[ResumableWork]:
-    """The work on `out`, which the caller owns (`flatshift.finetune.lock`), begun or gone on with. What fails before
-    anything was kept leaves `out` as it was.
+    """Start or resume the work on `out`, which the caller owns (`flatshift.finetune.lock`). A failure before anything
+    was kept leaves `out` as it was.
 
-    recipe_yaml: names what is being made. command: what an interrupted user is told to go on with.
+    recipe_yaml: identifies the result. command: the command that an interrupted user is advised to repeat.
 
     Raises:
-        UserError: `out` holds something else, or what another recipe's unfinished work kept.
-        Interrupted: Ctrl-C or a stop signal; says whether something was kept.
+        UserError: `out` holds something else, or data kept by another recipe's unfinished work.
+        Interrupted: Ctrl-C or a stop signal; the message states whether something was kept.
     """
     state = out / _STATE
     absent = not out.exists()
@@ -54,14 +55,14 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
         refuse_old(out)
     make_directory(state)
     write_text(state / RECIPE, recipe_yaml)
-    # The name that `atomic` gives to directories in the making: a report written inside knows `out` by it.
+    # The same name that `atomic` gives to unfinished directories: a report written inside recognises `out` by it.
     result, kept = state / f".{out.resolve().name}.00000000.tmp", state / _KEPT
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
     continued = _holds_files(kept)
     try:
         yield ResumableWork(result, kept, continued)
-        with replacing_directory(out.resolve()) as finished:  # a user may link --out to another disk
+        with replacing_directory(out.resolve()) as finished:  # --out may be a link to another disk
             for child in result.iterdir():
                 child.replace(finished / child.name)
     except BaseException as error:
@@ -78,7 +79,8 @@ def unfinished(out: Path, recipe_yaml: str, *, command: str = "the same command"
 
 
 def _bare(out: Path, state: Path) -> bool:
-    """Whether `out` is what a kill in the first moment leaves: a state that does not say yet of what."""
+    """Return True if `out` is as a kill in the first moment leaves it: with a state that does not name its recipe
+    yet."""
     return state.is_dir() and is_bare(out, but=(_STATE,)) and is_bare(state)
 
 
@@ -87,10 +89,10 @@ def _holds_files(directory: Path) -> bool:
 
 
 def _refuse_others(out: Path, recipe_yaml: str) -> None:
-    """Raise UserError if `out` holds results, or what another recipe's unfinished work kept."""
+    """Raise UserError if `out` holds results, or data kept by another recipe's unfinished work."""
     if not is_bare(out, but=(_STATE,)):
         refuse_nonempty(out)
-    if not _holds_files(out / _STATE / _KEPT):  # nothing is lost to a changed command
+    if not _holds_files(out / _STATE / _KEPT):  # another command may take over: nothing is lost
         return
     theirs = _flat(yaml.safe_load((out / _STATE / RECIPE).read_text(encoding="utf-8")))
     ours = _flat(yaml.safe_load(recipe_yaml))

@@ -1,1 +1,1 @@
-"""A pool and a target become scores and chosen records, with all that is written of the choice."""
+"""Selection: score a pool against a target, choose records and write the results."""

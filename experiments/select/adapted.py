@@ -1,6 +1,6 @@
-"""The backbone under a light adapter, for selectors: gradients of single texts, and what reading the target changes.
+"""Backbone with a light adapter for selectors: per-text gradients, and the loss change from training on the target.
 
-`selection` loads no backbone: it is handed a matrix or a callable from here.
+`selection` loads no backbone: it receives a matrix or a callable from here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ _FLOOR = 1e-12
 
 
 def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str], *, keyed: bool) -> tuple[Embed, str]:
-    """texts → (n, dim) projected gradients of the mean −log p per token with respect to the adapter's factors B, and
-    the key that names them in a cache.
+    """Return an embedder, texts → (n, dim) projected gradients of the mean −log p per token, and its cache key.
 
-    A fresh adapter's A is a random projection and its B is 0, so the gradient of B is that of the frozen weights,
-    projected: no warm-up is needed first. Preconditioned as Adam would be: each number over the root of its second
-    moment m, to the fourth root on either side, so that products of two texts are g·g'/√m; m over `moment_texts` of
-    `texts`, drawn by seed. A text without a token is the zero vector.
+    Gradients are with respect to the adapter's factors B. A fresh adapter's A is a random projection and its B is 0, so
+    the gradient of B is that of the frozen weights, projected: no warm-up is needed first. Preconditioned as in Adam:
+    each number is divided by the fourth root of its second moment m, so that products of two texts are g·g'/√m; m is
+    taken over `moment_texts` of `texts`, drawn by seed. A text without a token gets the zero vector.
     """
     from flatshift.finetune.data.eval_batching import pad_token
     from flatshift.finetune.models.backbone import open_backbone
@@ -74,7 +73,7 @@ def gradient_embedder(recipe: Recipe, embedder: Gradients, texts: Sequence[str],
 
 
 class SampleGradients:
-    """Gradients of single texts with respect to all factors B of a LoRA model, by hooks: one backward pass a batch.
+    """Per-text gradients with respect to all factors B of a LoRA model, by hooks: one backward pass per batch.
 
     A factor's gradient for a text is Σ_t δ_t h_tᵀ, δ_t at its output and h_t at its input; `width` numbers in all.
     """
@@ -86,7 +85,8 @@ class SampleGradients:
         self.width = sum(module.weight.numel() for module in self._factors.values())
 
     def of(self, examples: Sequence[Any]) -> tuple[np.ndarray, list[int]]:
-        """(n, width) float32, and the number (its id) of each example's text; examples may be fewer than texts."""
+        """Return (n, width) float32, and the number (its id) of each example's text; there may be fewer examples than
+        texts."""
         import torch
 
         from flatshift.finetune.data.eval_batching import EvalBatching
@@ -111,6 +111,7 @@ class SampleGradients:
                     logits = self.model(**batch.inputs, use_cache=False).logits
                     nats, row = token_nats(logits, batch.labels, _LANGUAGE)
                     counts = torch.bincount(row, minlength=len(micro.rows)).clamp(min=1)
+                    # Texts of a batch do not interact, so the gradients of the sum are those of each text.
                     (nats / counts[row]).sum().backward()
                 joined = [
                     torch.einsum("bto,btr->bor", parts[name].float(), inputs[name].float()).flatten(1)
@@ -126,9 +127,9 @@ class SampleGradients:
 
 
 def loss_gap(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Callable[[Sequence[str]], np.ndarray]:
-    """texts → (n,) nats per token of the backbone that has read `target`, less the backbone's own; NaN without a token.
+    """Return texts → (n,) nats per token of the backbone trained on `target` minus its own; NaN without a token.
 
-    The adapter is trained at the first call, by the loop that trains everything else.
+    The adapter is trained at the first call, by the usual training loop.
     """
     ready: list[Callable[[Sequence[str]], np.ndarray]] = []
 
@@ -148,7 +149,8 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
     from flatshift.finetune.lock import temporary_directory
     from flatshift.finetune.parallel.engine import Engine
     from flatshift.finetune.run_directory import RunDirectory
-    from flatshift.finetune.train.loop import TrainingStage, train_stage
+    from flatshift.finetune.train.stage import TrainingStage
+    from flatshift.finetune.train.trainer import Trainer
     from flatshift.regularizers import build
 
     seed = derive(recipe.train.seed, "select", "loss gap")
@@ -172,7 +174,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
         group=train.group,
     )
     with temporary_directory("flatshift-gap-") as folder:
-        train_stage(
+        Trainer(
             Engine.alone(model),
             tokenizer,
             TrainingStage(
@@ -187,7 +189,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
                 run=RunDirectory(folder),
                 seed=seed,
             ),
-        )
+        ).fit()
 
     def measure(texts: Sequence[str]) -> np.ndarray:
         encoded = _encoded(list(texts), tokenizer, settings.max_length)
@@ -204,7 +206,7 @@ def _read_target(recipe: Recipe, settings: LossGap, target: Sequence[str]) -> Ca
 
 
 def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.device]:
-    """The recipe's backbone under a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
+    """Return the recipe's backbone with a fresh adapter in evaluation mode, in fp32; its tokenizer; and the device."""
     from flatshift.finetune.adapters.adapter import attach_adapter
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.models.backbone import open_backbone
@@ -217,7 +219,7 @@ def _opened(recipe: Recipe, rank: int, seed: int) -> tuple[Any, Any, torch.devic
 
 
 def _encoded(texts: Sequence[str], tokenizer: Any, max_length: int) -> list[Any]:
-    """Examples named by their text's number; texts without a token are left out."""
+    """Encode texts as examples whose id is the text's number; texts without a token are left out."""
     from flatshift.finetune.data.encoding import encode
 
     rows = [Row({"text": text}, str(i), f"text {i}") for i, text in enumerate(texts)]

@@ -1,8 +1,8 @@
-"""Rows that say nothing to a selector: blank texts, and texts of which the embedder knows no token.
+"""Rows without information for a selector: blank texts, and texts without a token that the embedder knows.
 
-Such a row's vector is zero, which lies at squared distance 1 from every vector of length one, nearer than most texts
-lie to one another: left in, blanks come out as the best of the pool. They are skipped and counted as bad records are.
-Rows of the user's own features stay: what they say is the user's to know.
+Such a row's vector is zero, at squared distance 1 from every unit vector and so nearer than most texts are to one
+another: if kept, blanks would rank as the best of the pool. They are skipped and counted like bad records. Zero rows of
+the user's own features are kept: only the user knows their meaning.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ AnyRecords = TypeVar("AnyRecords", bound=Records)
 
 
 def drops_blanks(spec: Select) -> bool:
-    """Whether blank texts are left out: a control that looks at none too, or it would draw from another pool."""
+    """Return True if blank texts are skipped; also for a method without texts, so that controls draw from the same
+    pool."""
     return spec.own is None or bool(needs(spec.method) & {"texts", "losses"})
 
 
 def without_blank(records: AnyRecords, files: Sequence[str], name: str) -> AnyRecords:
-    """`records` less those whose text is white space alone. Raises UserError where nothing is left."""
+    """Return `records` without those whose text is only white space. Raises UserError if nothing is left."""
     rows = records.rows
     texts = rows.texts if isinstance(rows, RowView) else (row.values["text"] for row in rows)
     blank = np.fromiter((not text or text.isspace() for text in texts), bool, len(rows))
@@ -40,7 +41,7 @@ def without_blank(records: AnyRecords, files: Sequence[str], name: str) -> AnyRe
 
 
 def known_rows(x: Any) -> np.ndarray:
-    """(N,) bool: the rows of vectors `x` (N, d), in memory or on disk, that are not exactly zero."""
+    """Return (N,) bool: rows of vectors `x` (N, d), in memory or on disk, that are not exactly zero."""
     found = [np.asarray(x[low : low + _ROWS]).any(axis=1) for low in range(0, len(x), _ROWS)]
     return np.concatenate(found) if found else np.zeros(0, dtype=bool)
 
@@ -48,9 +49,9 @@ def known_rows(x: Any) -> np.ndarray:
 def without_unknown(
     records: AnyRecords, x: Any, files: Sequence[str], name: str, console: Console
 ) -> tuple[AnyRecords, Any, np.ndarray | None]:
-    """`records` and their vectors less those whose vector is zero, and which rows stay (None: all). Says how many went.
+    """Return `records` and their vectors without zero vectors, and a mask of the kept rows (None: all).
 
-    Raises UserError where nothing is left.
+    Prints the number of skipped records. Raises UserError if nothing is left.
     """
     from flatshift.selection.features import TakenRows
 
@@ -64,7 +65,7 @@ def without_unknown(
 
 
 def _kept(records: AnyRecords, keep: np.ndarray, reason: str, files: Sequence[str], name: str) -> AnyRecords:
-    """The records where `keep` is true; the others are told of in `skipped`."""
+    """Return the records where `keep` is true; the others are listed in `skipped`."""
     if keep.all():
         return records
     rows: Any = records.rows

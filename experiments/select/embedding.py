@@ -1,6 +1,6 @@
-"""The vectors of a selection: made by its embedder, or your own; in memory where they are few, else in shards on disk.
+"""Vectors of a selection: from its embedder or the user's own; in memory if small, else in shards on disk.
 
-A model's states come from `finetune` by a callable: `selection` pools them and never loads a model.
+A model's hidden states come from `finetune` through a callable: `selection` pools them and never loads a model.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ from flatshift.selection.features.directory import FeatureDirectory
 from flatshift.selection.validation import same_width
 
 HELD_BYTES = 256 << 20
-"""Vectors up to this size are held in memory; larger ones stay on disk and look like an array."""
+"""Most bytes of vectors held in memory; larger ones stay on disk behind an array interface."""
 _SCANNED = 1 << 14
-"""Rows read at a time in search of a bad one."""
+"""Rows read at a time when searching for a bad one."""
 ByItself = BackboneEmbedder | EncoderEmbedder | Gradients | Static
-"""Embedders that place a text without knowing the others."""
+"""Embedders that embed a text independently of the others."""
 
 
 def check_vectors(spec: Select) -> None:
-    """Refuse settings of storage that your own features have no use for, and features in a store without a place for
-    their copy. Raises UserError."""
+    """Check the storage settings of vectors.
+
+    Raises UserError for settings that have no effect on the user's own features, and for features in an object store
+    without a directory for their copy.
+    """
     if (own := spec.own) is not None:
         sides = ("pool", "target", "negative")
         copies = [f"--{side}-features {getattr(own, side)}" for side in sides if is_remote(getattr(own, side))]
@@ -65,13 +68,14 @@ def check_vectors(spec: Select) -> None:
 
 
 def check_unread(spec: Select, x: Any, y: Any) -> None:
-    """Refuse features of your own that do not fit or are not finite where the method reads none: the map does.
+    """Check the user's own features if the method does not read them, because the map does.
 
-    A method that reads them checks them itself. Raises SelectionError, BadRow for a row.
+    Raises SelectionError for a wrong shape and BadRow for a row that is not finite. A method that reads features checks
+    them itself.
     """
     if spec.own is None or "features" in needs(spec.method):
         return
-    from flatshift.selection.transport.problem import finite_rows  # brings torch
+    from flatshift.selection.transport.problem import finite_rows  # imports torch
 
     same_width(x, y)
     for side, matrix in (("pool", x), ("target", y)):
@@ -80,7 +84,7 @@ def check_unread(spec: Select, x: Any, y: Any) -> None:
 
 
 def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]], int]:
-    """texts → token numbers of the recipe's backbone, without special tokens, and the size of its vocabulary."""
+    """Return texts → token ids of the recipe's backbone, without special tokens, and the size of its vocabulary."""
     from flatshift.finetune.models.backbone import open_backbone
 
     tokenizer = open_backbone(recipe.backbone).tokenizer
@@ -94,22 +98,22 @@ def tokenizer_of(recipe: Recipe) -> tuple[Callable[[list[str]], list[list[int]]]
 
 @dataclass(frozen=True)
 class Embedding:
-    """How texts become vectors."""
+    """Function from texts to vectors."""
 
     embed: Embed
     key: str
-    """Names it in a cache."""
+    """Key in a cache."""
     of_target: Embed | None = None
-    """Where the target's texts are placed otherwise than the pool's."""
+    """Embedding of the target's texts, if it differs from that of the pool's."""
 
 
 class Vectors:
     """Vectors of pool, target and negative examples of one recipe.
 
-    The embedder is made on first use: TF-IDF is fitted on all three sides together, whatever part of the pool is then
-    asked for. state: where the vectors of a model are kept until the selection is whole; None: nowhere. `about` says
-    for the manifest what the cache did, `copies` what was copied from a store, by side. `close` removes what is not to
-    be kept.
+    The embedder is built on first use: TF-IDF is fitted on all three sides together, whatever part of the pool is then
+    requested. state: directory for a model's vectors until the selection is complete; None: not kept. `about` describes
+    the use of the cache for the manifest, `copies` the files copied from a store, by side. `close` removes temporary
+    shards.
     """
 
     def __init__(
@@ -138,22 +142,22 @@ class Vectors:
         self.copies: dict[str, Copied] = {}
 
     def pool(self, view: RowView | None = None, label: str = "embed pool") -> Any:
-        """(N, d) of the whole pool, or of the rows of `view` (another view of the same records)."""
+        """Return (N, d) of the whole pool, or of the rows of `view` (another view of the same records)."""
         view = self._pool.rows if view is None else view
         if self.spec.own is not None:
             return self._given("pool", self._pool, view.indices())
         return self._made(view.texts, label)
 
     def target(self) -> np.ndarray:
-        """(M, d)."""
+        """Return (M, d)."""
         return self._side(self._target, "target")
 
     def negative(self) -> np.ndarray | None:
-        """(K, d), or None where there are no negative examples."""
+        """Return (K, d), or None without negative examples."""
         return None if self._negative is None else self._side(self._negative, "negative")
 
     def close(self) -> None:
-        """Remove shards that were kept for this run alone."""
+        """Remove temporary shards."""
         if self._scratch is not None:
             self._scratch.cleanup()
             self._scratch = None
@@ -165,7 +169,7 @@ class Vectors:
         return np.asarray(self._made(_texts(records), f"embed {name}", of_target=True))
 
     def _given(self, name: str, records: Records, index: np.ndarray) -> Any:
-        """The user's own features of a side at `index`, copied first where they lie in a store."""
+        """Return the user's own features of a side at `index`, copied first if they are in an object store."""
         given: str = getattr(self.spec.own, name)
         if is_remote(given) and name not in self.copies:
             self.copies[name] = copied(given, self.spec.cache, f"--{name}-features", self._console)
@@ -192,6 +196,7 @@ class Vectors:
         if self.spec.cache:
             return FeatureCache(user_path(self.spec.cache))
         embedder = self.spec.embedder
+        # Fewer rows are a single shard, so there would be nothing to resume from.
         if self._state is not None and _EMBEDDERS[type(embedder)].slow and count > SHARD_ROWS:
             return FeatureCache(self._state / "vectors")
         width = getattr(embedder, "dim", 1024)
@@ -203,27 +208,27 @@ class Vectors:
 
     @property
     def keyed(self) -> bool:
-        """Whether vectors are kept by a name that says what they were made of."""
+        """True if vectors are kept under a key that identifies their source."""
         return bool(self.spec.cache or self._state)
 
     @property
     def pool_texts(self) -> Sequence[str]:
-        """Of the whole pool."""
+        """Texts of the whole pool."""
         return self._pool.rows.texts
 
     @property
     def near(self) -> list[str]:
-        """Texts of target and negative examples: an embedder that is fitted must know the words of both, and distances
-        to both must be exact."""
+        """Texts of target and negative examples: a fitted embedder must know their words, and distances to them must be
+        exact."""
         return _texts(self._target) + (_texts(self._negative) if self._negative is not None else [])
 
 
 @contextlib.contextmanager
 def naming_rows(vectors: Vectors, sides: Mapping[str, Records | None]) -> Iterator[None]:
-    """Tell of a bad row of the user's own features by its record and its row in the file.
+    """Report a bad row of the user's own features by its record and its row in the file.
 
-    A selector counts the rows that it was given: those that were kept, or a part of them. sides: by name, as in
-    `vectors`; the fault is looked for there, first on the side that was named. Raises UserError for BadRow.
+    A selector counts the rows it received: those that were kept, or a part of them. sides: by name, as in `vectors`;
+    the bad row is searched there, first on the reported side. Raises UserError for BadRow.
     """
     try:
         yield
@@ -251,8 +256,10 @@ def _texts(records: Records) -> list[str]:
 
 
 def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) -> Any:
-    """The user's features at `index`: row i of the file belongs to record i before any filter. given: what the user
-    calls the file, which is at `path`."""
+    """Return the user's features at `index`: row i of the file belongs to record i before any filter.
+
+    given: the user's name for the file at `path`.
+    """
     directory = open_directory(path, f"--{name}-features") if user_path(path).is_dir() else None
     matrix: Any = load_features(path) if directory is None else directory
     if len(matrix) != records.total:
@@ -265,14 +272,15 @@ def _own(path: str, records: Records, index: np.ndarray, name: str, given: str) 
     taken = TakenRows(matrix, index)
     if taken.nbytes <= HELD_BYTES:
         return np.asarray(taken)
+    # All rows in file order need no index.
     return matrix if len(index) == len(matrix) and (index[:-1] < index[1:]).all() else taken
 
 
 def _same_ids(directory: FeatureDirectory, records: Records, name: str) -> None:
-    """Refuse shards whose ids are not those of the records that were kept, each in its place. Raises UserError."""
+    """Raise UserError for shards whose ids differ from those of the kept records at the same position."""
     place, found, ids = -1, "", directory.ids()
     for row in records.rows:
-        if row.index < place:  # rows that were drawn in another order
+        if row.index < place:  # rows that were sampled, in another order
             place, ids = -1, directory.ids()
         while place < row.index:
             place, found = place + 1, next(ids)
@@ -321,9 +329,9 @@ def _by_itself(vectors: Vectors, settings: ByItself) -> Embedding:
 
 
 def embedding_by_itself(recipe: Recipe, settings: ByItself, texts: Sequence[str], *, keyed: bool) -> Embedding:
-    """How texts become vectors by an embedder that is fitted to none; keyed: whether its key has to be complete.
+    """Build an embedding that is not fitted; keyed: its cache key must be complete.
 
-    texts: those that second moments of gradients are taken over; others have no use for them. Raises UserError.
+    texts: used for the second moments of gradients only. Raises UserError.
     """
     if isinstance(settings, Gradients):
         return Embedding(*gradient_embedder(recipe, settings, texts, keyed=keyed))
@@ -341,7 +349,7 @@ def embedding_by_itself(recipe: Recipe, settings: ByItself, texts: Sequence[str]
 def state_embedder(
     embedder: BackboneEmbedder | EncoderEmbedder, *, backbone: str, device: str, keyed: bool
 ) -> tuple[Embed, str]:
-    """texts → pooled states of a model, and the key that names it in a cache (complete where `keyed`)."""
+    """Return texts → pooled hidden states of a model, and its cache key (complete if `keyed`)."""
     from flatshift.finetune.models.backbone import open_backbone
     from flatshift.finetune.models.hidden_states import hidden_state_encoder, model_fingerprint
     from flatshift.selection import pool_features
@@ -375,7 +383,7 @@ def state_embedder(
 class _Kind(NamedTuple):
     make: Callable[[Vectors, Any], Embedding]
     slow: bool
-    """Whether what it gives is worth keeping until the selection is whole."""
+    """True if its vectors are worth keeping until the selection is complete."""
 
 
 _EMBEDDERS: dict[type, _Kind] = {

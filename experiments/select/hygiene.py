@@ -1,6 +1,6 @@
-"""The pool of a selection, cleaned before anything is chosen from it: `select.hygiene` at work.
+"""Hygiene of a pool before selection, as set in `select.hygiene`.
 
-Writes drops.jsonl (one line for every record that went or was cut, with its cause and the id of its match) into the
+Writes drops.jsonl (one line for every record that was dropped or cut, with its cause and the id of its match) into the
 selection's directory; the counts go into manifest.json.
 """
 
@@ -31,14 +31,13 @@ _ENTRIES = 4096
 def clean_rows(
     recipe: Recipe, rows: RowView, target: Sequence[Row], apart: Sequence[Row], directory: Path, console: Console
 ) -> tuple[RowView, dict[str, Any] | None]:
-    """The rows of the pool that stay, in file order, and what manifest.json says of it (None: no step is on).
+    """Return the rows of the pool that are kept, in file order, and the manifest entry (None: no step is on).
 
-    apart: rows of the target's files that are judged.
-
-    A record that decontamination cut becomes one row for each piece, as `RowView.cut` makes them.
+    apart: rows of the target's files held out for evaluation. A record that decontamination cut becomes one row per
+    piece, as in `RowView.cut`.
 
     Raises:
-        UserError: no evaluation text for decontamination, pieces beside features of your own, no record left.
+        UserError: no evaluation text for decontamination, pieces together with the user's own features, no record left.
     """
     spec = recipe.select
     assert spec is not None
@@ -99,11 +98,11 @@ def clean_rows(
 
 
 def _listed(spec: Select, rows: RowView, console: Console) -> Listed:
-    """The entries of `drops`, found among the pool's ids.
+    """Return the entries of `drops`, looked up among the pool's ids.
 
     Raises:
-        UserError: a file that cannot be read, an entry without an id, or (where bad rows are refused and the whole pool
-            is read) one whose id no record has.
+        UserError: an unreadable file, an entry without an id, or (if bad rows are refused and the whole pool is read)
+            one whose id no record has.
     """
     from flatshift.selection.hygiene import Listed
 
@@ -142,7 +141,7 @@ def _refuse_pieces_beside_features(spec: Select) -> None:
 
 
 def _judged_rows(recipe: Recipe, spec: Select) -> list[Row]:
-    """Rows that are judged on: dev and test of the recipe (set apart by `data.holdout` where no file is named), and
+    """Return the evaluation rows: dev and test of the recipe (held out by `data.holdout` if no file is named), and
     `select.eval`."""
     found: list[Row] = []
     data = recipe.data
@@ -164,7 +163,7 @@ def _read(recipe: Recipe, files: Files, columns: Columns, bad_rows: Literal["ref
 
 
 def _all_texts(row: Row) -> list[str]:
-    """The texts of a row: `text` and `text2`, or every string of a record that has no `text`."""
+    """Return the texts of a row: `text` and `text2`, or every string of a record without `text`."""
     named = [row.values.get(name) for name in ("text", "text2")]
     return [
         value
@@ -187,7 +186,7 @@ def _told(cleaned: Cleaned) -> str:
 
 
 def _say_limits(cleaned: Cleaned, console: Console) -> None:
-    """What the steps did not look at."""
+    """Print what the steps could not check."""
     ngrams = cleaned.diagnostics.get("decontaminate", {})
     if ngrams.get("too_short"):
         console.say(f"note: {ngrams['too_short']:,} evaluation texts are too short to be looked for by their words")

@@ -1,4 +1,4 @@
-"""What an unfinished selection keeps until it is whole: scores that took long, and a model's losses batch by batch."""
+"""Intermediate results of an unfinished selection: slow scores, and a model's losses batch by batch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _FILE = "scores.npz"
 
 
 class KeptScores:
-    """A fitted selector's scores in `directory`, tied to the very texts that they belong to.
+    """Scores of a fitted selector in `directory`, tied to the exact texts they belong to.
 
-    A selector with transport potentials is not kept here: its solver keeps its own passes
+    Selectors with transport potentials are not stored here: their solver keeps its own passes
     (`flatshift.selection.transport`).
     """
 
@@ -33,7 +33,7 @@ class KeptScores:
         self.restored = False
 
     def save(self, selector: Selector) -> None:
-        """Write what `restore` reads."""
+        """Write the file that `restore` reads."""
         if any(hasattr(part, "potentials_") for part in (selector, getattr(selector, "inside", None))):
             return
         arrays: dict[str, Any] = {
@@ -47,7 +47,8 @@ class KeptScores:
             np.savez(handle, digest=np.array(self._digest()), **arrays)
 
     def restore(self, selector: Selector) -> bool:
-        """Whether `selector` now has the scores that an earlier try left; not where they are of other texts."""
+        """Return True if `selector` now has the scores of an earlier attempt; False if there are none for these
+        texts."""
         try:
             with np.load(self.path, allow_pickle=False) as stored:
                 if str(stored["digest"]) != self._digest():
@@ -68,7 +69,7 @@ class KeptScores:
             for text in texts:
                 raw = text.encode("utf-8", "surrogatepass")
                 digest.update(len(raw).to_bytes(8, "little") + raw)
-        for side in (self._sides.x, self._sides.y):  # features of your own are not made of the texts
+        for side in (self._sides.x, self._sides.y):  # the user's own features do not depend on the texts
             digest.update(b"" if side is None else np.ascontiguousarray(side[: 1 << 10]).tobytes())
         return digest.hexdigest()
 
@@ -76,7 +77,7 @@ class KeptScores:
 def kept_losses(
     measure: Callable[[Sequence[str]], np.ndarray], directory: Path, key: str
 ) -> Callable[[Sequence[str]], np.ndarray]:
-    """`measure`, with the losses of each batch of texts kept in `directory`."""
+    """Return `measure` with the losses of each batch of texts kept in `directory`."""
 
     def losses(texts: Sequence[str]) -> np.ndarray:
         found = FeatureCache(directory).features(
@@ -89,6 +90,6 @@ def kept_losses(
 
 
 def _without_nan(losses: np.ndarray) -> np.ndarray:
-    """(n, 2): the losses with 0 in place of NaN, and whether it was one."""
+    """Return (n, 2): the losses with 0 in place of NaN, and a flag for each NaN."""
     none = np.isnan(losses)
     return np.stack([np.where(none, 0.0, losses), none], axis=1)

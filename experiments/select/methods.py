@@ -1,4 +1,4 @@
-"""What a selection method needs beside pool and target: settings checked early, the backbone's surprise, progress."""
+"""Inputs of a selection method besides pool and target: checked settings, backbone perplexity, progress."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from flatshift.selection.errors import TooLittleMemory
 from flatshift.selection.transport.progress import ITERATIONS
 
 _PATIENCE_S = 2.0
-"""Fits that are over by then show no progress."""
+"""Seconds; shorter fits show no progress."""
 
 
 def check_method(spec: Select) -> None:
-    """Refuse what cannot work, and what would have no effect, before anything is read. Raises UserError."""
+    """Raise UserError for settings that cannot work or have no effect, before anything is read."""
     wanted = needs(spec.method)
     kind: str = spec.method.kind
     if isinstance(spec.method, Domains):
@@ -54,17 +54,17 @@ def check_method(spec: Select) -> None:
 
 
 def vectors_needed(spec: Select) -> bool:
-    """Whether pool and target get vectors: the method works on them, or they are given and serve the report."""
+    """Return True if pool and target get vectors: the method uses them, or they are given and serve the report."""
     return "features" in needs(spec.method) or spec.own is not None
 
 
 def makes_vectors(spec: Select) -> bool:
-    """Whether texts are embedded, if only to judge domains."""
+    """Return True if texts are embedded, even if only for the distances of domains."""
     return spec.own is None and (vectors_needed(spec) or spec.relevance is not None)
 
 
 def idle_setting(spec: Select) -> str | None:
-    """The first setting of vectors that has no effect because none are made; None where all have theirs."""
+    """Return the first vector setting that has no effect because no vectors are made; None if there is none."""
     if vectors_needed(spec) or makes_vectors(spec):
         return None
     default = Select()
@@ -73,7 +73,7 @@ def idle_setting(spec: Select) -> str | None:
 
 
 def solver_device(recipe: Recipe) -> str:
-    """Where the transport solver computes: `train.device`, or the CPU for methods without a solver."""
+    """Return the device of the transport solver: `train.device`, or the CPU for methods without a solver."""
     if recipe.select is None or "features" not in needs(recipe.select.method):
         return "cpu"
     from flatshift.finetune.compute.cuda_status import resolve_device
@@ -84,11 +84,11 @@ def solver_device(recipe: Recipe) -> str:
 def backbone_surprise(
     recipe: Recipe, method: Method, target: Sequence[str], state: Path | None = None
 ) -> Callable[[Sequence[str]], np.ndarray] | None:
-    """texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
+    """Return texts → (n,) mean −log p per token under the recipe's backbone, NaN for a text without a token; or None.
 
-    None where `method` asks for no losses; for loss-gap the difference that reading `target` makes. The backbone is
-    loaded at the first call, in the recipe's precision. state: where the losses of each batch are kept until the
-    selection is whole.
+    None if `method` needs no losses; for loss-gap the change of that loss by training on `target`. The backbone is
+    loaded at the first call, in the recipe's precision. state: directory that keeps the losses of each batch until the
+    selection is complete.
     """
     inner = ranking(method)
     if isinstance(inner, LossGap):
@@ -138,7 +138,7 @@ def _surprise(recipe: Recipe, max_length: int) -> Callable[[Sequence[str]], np.n
 
 @contextmanager
 def naming_memory(spec: Select) -> Iterator[None]:
-    """Tell of too little memory for the transport solver by the setting. Raises UserError for TooLittleMemory."""
+    """Report too little memory for the transport solver by its setting. Raises UserError for TooLittleMemory."""
     try:
         yield
     except TooLittleMemory as error:
@@ -151,7 +151,7 @@ def naming_memory(spec: Select) -> Iterator[None]:
 
 @contextmanager
 def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """A selector's `progress(stage, done, total)` as one task of the console after another."""
+    """Show a selector's `progress(stage, done, total)` as consecutive tasks of the console."""
     start = time.monotonic()
     stage: tuple[str, int] | None = None
     update: Bar | None = None
@@ -168,7 +168,7 @@ def watched(console: Console) -> Iterator[Callable[[str, int, int], None]]:
                     shown.enter_context(console.task(name, total, "" if name == ITERATIONS else "rows")),
                 )
             update(done)
-            if done == total:  # what follows may take long and say nothing
+            if done == total:  # the next stage may run long without progress
                 shown.close()
                 stage = None
 

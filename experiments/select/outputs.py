@@ -1,4 +1,4 @@
-"""What a selection leaves: scores of the whole pool, the chosen records, and a map of both sides."""
+"""Output files of a selection: scores of the whole pool, the selected records, and a map of both sides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _SHIPPED_POOL = "sample:pool"
 _LONGEST = 600
-"""Characters of a target that are kept."""
+"""Most characters kept of a target."""
 _GROUP = 1 << 16
 """Rows of scores.parquet written at a time."""
 _FITTED = 4096
@@ -33,8 +33,10 @@ _LARGEST = 1e30
 
 
 def write_choice(recipe: Recipe, directory: Path, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> None:
-    """scores.parquet and selected.jsonl; map.parquet where there are vectors. chosen: row numbers, a row that is to be
-    read more than once more often."""
+    """Write scores.parquet and selected.jsonl, and map.parquet if there are vectors.
+
+    chosen: row numbers, repeated for a row that is to be trained on more than once.
+    """
     spec = recipe.select
     assert spec is not None
     rows, rank = sides.pool.rows, selector.ranks()
@@ -73,10 +75,11 @@ class _Named:
 
 
 def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
-    """The table, written a group of rows at a time; a column that is None is null throughout."""
+    """Write the table one group of rows at a time; a column that is None is null throughout."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # In the order of `columns`.
     kinds = (pa.string(), pa.float64(), pa.int64(), pa.bool_(), pa.int32(), pa.string(), pa.string())
     schema = pa.schema(list(zip(columns, kinds, strict=True)))
     count = len(columns["rank"])
@@ -93,9 +96,11 @@ def _write_scores(directory: Path, columns: dict[str, Any]) -> None:
 
 
 def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: np.ndarray, id_column: str) -> None:
-    """The chosen records whole, in the order chosen, plus id, score and rank; colliding input keys move under `source`.
-    A record that is to be read again has a line each time, with an id of its own, in the column that ids are read from
-    too, and the record's as `repeat_of`."""
+    """Write the selected records in selection order, plus id, score and rank; colliding input keys move under `source`.
+
+    A repeated record has a line each time, with a new id, also in the column that ids are read from, and the record's
+    id as `repeat_of`.
+    """
     names: set[str] = set(rows.ids)
     seen: set[str] = set()
     with (directory / "selected.jsonl").open("w", encoding="utf-8") as handle:
@@ -110,7 +115,7 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
                     record[id_column] = name
             seen.add(row.id)
             collides = {key for key in (*added, "repeat_of") if key in record and record[key] != added.get(key)}
-            if "id" in collides and str(record["id"]) == row.id:  # a number, read as the id that it is
+            if "id" in collides and str(record["id"]) == row.id:  # a number, read as this id
                 collides.remove("id")
             if collides:
                 collides |= {"source"} & record.keys()
@@ -121,7 +126,7 @@ def _write_selected(directory: Path, rows: RowView, scores: np.ndarray, ranks: n
 
 
 def _write_targets(directory: Path, rows: Iterable[Row]) -> None:
-    """targets.jsonl: id and text of the targets that are nearest to chosen records, for the page."""
+    """Write targets.jsonl for the page: id and text of the targets nearest to selected records."""
     with (directory / "targets.jsonl").open("w", encoding="utf-8") as handle:
         for row in rows:
             text = " ".join(str(row.values.get("text", "")).split())
@@ -190,7 +195,7 @@ def _float64(source: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _write_judged_domains(directory: Path, ids: set[str]) -> None:
-    """The shipped pool's hidden tags, for the report only: written after the choice was made."""
+    """Write the shipped pool's hidden tags, for the report only and after the selection."""
     import lzma
 
     from flatshift.finetune.assets import pool_tags
@@ -202,7 +207,7 @@ def _write_judged_domains(directory: Path, ids: set[str]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """NumPy scalars and arrays as JSON values; non-finite numbers as null."""
+    """Convert NumPy scalars and arrays to JSON values; non-finite numbers to null."""
     if isinstance(value, dict):
         return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""What a selection reads: pools of any size as views of a file on disk, targets as lists; the pool cut to length."""
+"""Inputs of a selection: pools of any size as views of a file on disk, targets as lists; splitting into chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WORDS = re.compile(r"\S+")
 
 @dataclass(frozen=True)
 class Records:
-    """Rows that were kept, and where each stood among all records of its files (own features follow that order)."""
+    """Kept rows, and the position of each among all records of its files (own features follow that order)."""
 
     rows: Sequence[Row]
     skipped: list[str]
@@ -35,19 +35,19 @@ class Records:
 
 @dataclass(frozen=True)
 class PoolRecords(Records):
-    """The pool: its rows are a view of a file."""
+    """Pool records: the rows are a view of a file."""
 
     rows: RowView
 
 
 @dataclass
 class PoolAndTarget:
-    """All that a selection works on, as it stands after each step: rows, and beside them what is known of them.
+    """Inputs of a selection, updated after each step: rows and everything known about them.
 
-    records: of the pool after hygiene, before it was cut into `pieces`. weights (N,) of its rows in the transport
-    problem, None: uniform. x (N, d), y (M, d), z (K, d): vectors of pool, target and negative examples, where they are
-    made. tokens: of pool and target, where the method reads them. domains: of pool and target. seen, hygiene,
-    relevance: what manifest.json says of the target's files and of these steps.
+    records: number of pool records after hygiene, before they were cut into `pieces`. weights (N,) of its rows in the
+    transport problem, None: uniform. x (N, d), y (M, d), z (K, d): vectors of pool, target and negative examples, if
+    made. tokens: of pool and target, if the method reads them. domains: of pool and target. seen, hygiene, relevance:
+    entries of manifest.json on the target's files and on these steps.
     """
 
     pool: PoolRecords
@@ -72,7 +72,7 @@ class PoolAndTarget:
 
 
 def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> PoolRecords:
-    """The pool's rows, spilled into a file of `directory` that is gone when the view is. Raises UserError."""
+    """Read the pool's rows into a temporary file in `directory` that is deleted with the view. Raises UserError."""
     skipped: list[str] = []
     rows = _rows(spec.pool, spec, "pool", skipped)
     view = spill_rows(
@@ -87,7 +87,7 @@ def read_pool(spec: Select, seed: int, directory: Path, console: Console) -> Poo
 
 
 def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
-    """The rows of a target, or of negative examples, in memory. Raises UserError."""
+    """Read the rows of a target, or of negative examples, into memory. Raises UserError."""
     skipped: list[str] = []
     rows = _rows(files, spec, name, skipped)
     kept = require_rows(rows, files=files.files, what=name, skipped=skipped)
@@ -96,7 +96,7 @@ def read_records(files: Files, spec: Select, seed: int, name: str) -> Records:
 
 
 def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
-    """The pool cut to the length of `select.chunk`; as it is where that is not set. Raises UserError."""
+    """Cut the pool to the length of `select.chunk`; unchanged without it. Raises UserError."""
     spec = recipe.select
     assert spec is not None
     if spec.chunk is None:
@@ -116,7 +116,7 @@ def chunked(recipe: Recipe, view: RowView, console: Console) -> RowView:
 
 
 def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[tuple[int, int]]]:
-    """For each text its pieces; none for a text without a unit."""
+    """Yield the pieces of each text; none for a text without a unit."""
     if chunk.unit == "chars":
         for text in texts:
             yield [(low, min(low + chunk.size, len(text))) for low in range(0, len(text), chunk.size)]
@@ -134,12 +134,12 @@ def _spans(recipe: Recipe, chunk: Chunk, texts: Iterable[str]) -> Iterator[list[
         )
     for text in texts:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        # Tokens of several bytes of one character share its span.
+        # Byte-level tokens of one character share its span.
         yield _grouped([(low, high) for low, high in found["offset_mapping"] if high > low], chunk.size)
 
 
 def _grouped(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
-    """From the first to the last character of every `size` units."""
+    """Return the span from the first to the last character of every `size` units."""
     pieces: list[tuple[int, int]] = []
     for low in range(0, len(units), size):
         start, end = units[low][0], units[min(low + size, len(units)) - 1][1]
@@ -148,13 +148,13 @@ def _grouped(units: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
 
 
 def domain_of(row: Row, spec: Select) -> str | None:
-    """The row's domain as a string, or None."""
+    """Return the row's domain as a string, or None."""
     value = row.values.get(spec.domain_column)
     return None if value is None else str(value)
 
 
 def domains_of(records: Records, spec: Select) -> list[str | None] | None:
-    """Each record's domain, or None where no record has one."""
+    """Return each record's domain, or None if no record has one."""
     if isinstance(records.rows, RowView):
         return records.rows.domains()
     names = [domain_of(row, spec) for row in records.rows]
@@ -176,14 +176,14 @@ def _rows(files: Files, spec: Select, name: str, skipped: list[str]) -> Iterator
 
 
 def _named_column(spec: Select) -> dict[str, str]:
-    """The domain column and who names it, where the user did, or the method cannot do without."""
+    """Return the domain column and the setting that names it, if set by the user or required by the method."""
     if spec.domain_column == Select().domain_column and not isinstance(spec.method, Domains):
         return {}
     return {spec.domain_column: "select.domain_column or --domain-column"}
 
 
 def _told(rows: Iterable[Row], console: Console) -> Iterator[Row]:
-    """The rows, with a line every ten seconds: nobody knows how many are to come."""
+    """Yield the rows and print a line every ten seconds, because their number is unknown."""
     start = last = time.monotonic()
     for count, row in enumerate(rows, start=1):
         yield row

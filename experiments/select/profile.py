@@ -1,6 +1,6 @@
-"""What was chosen, beside target and pool: lengths, scripts, sources and repeats, and what spoke for the first choices.
+"""Profile of a selection next to target and pool: lengths, scripts, sources, repeats, and evidence for the top choices.
 
-Figures for manifest and report, and a warning where a selector mostly chose short flukes, one source, repeats, another
+Numbers for manifest and report, and a warning if a selector mostly chose short flukes, one source, repeats, another
 script, or the target itself.
 """
 
@@ -20,22 +20,24 @@ from flatshift.finetune.seeds import numpy_generator
 from flatshift.selection.methods.base import Selector
 
 _SAMPLE = 2000
-"""Texts of a side that are looked at."""
+"""Most texts of a side that are profiled."""
 _FIRST = 10
-"""Choices that are told with what spoke for them."""
+"""Number of top choices listed with their evidence."""
 _SPOKE = 6
-"""Words of each."""
+"""Words of evidence for each."""
 _CHARACTERS = 400
-"""Of a text whose script is looked at."""
+"""Characters of a text that determine its script."""
 _FEW = 10
 _FEWER = 0.5
-"""Records for a reading, below which a selection lives on repeats."""
+"""Smallest ratio of distinct records to repetitions; a selection below it consists mostly of repeats."""
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 
 
 def profile_choice(recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
-    """What manifest.json says under `selection.profile`; its `warnings` are for the user. chosen: row numbers in
-    the order chosen; one that is there more than once counts once."""
+    """Return the entry `selection.profile` of manifest.json; its `warnings` are for the user.
+
+    chosen: row numbers in selection order; repeated ones count once.
+    """
     assert recipe.select is not None
     rows = sides.pool.rows
     readings, chosen = len(chosen), np.array(list(dict.fromkeys(chosen.tolist())))
@@ -68,7 +70,7 @@ def profile_choice(recipe: Recipe, sides: PoolAndTarget, selector: Selector, cho
 
 
 def _side(texts: Sequence[str]) -> dict[str, Any]:
-    """Quartiles of lengths in words, scripts, and the share of texts that repeat another but for form."""
+    """Return quantiles of lengths in words, scripts, and the share of texts that repeat another except for form."""
     words = np.array([len(text.split()) for text in texts])
     plain = Counter(map(_plain, texts))
     return {
@@ -80,12 +82,12 @@ def _side(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """Letters alone, in lower case: texts that differ in numbers, marks or spacing are one."""
+    """Return only the letters, in lower case, so that texts differing in numbers, marks or spacing are equal."""
     return "".join(re.findall(r"[^\W\d_]+", text.lower())) or text
 
 
 def _script(text: str) -> str:
-    """The script that most of a text's letters are of, by Unicode's names: LATIN, CYRILLIC, CJK …"""
+    """Return the script of most of a text's letters, by Unicode names in lower case: latin, cyrillic, cjk …"""
     letters = [c for c in text[:_CHARACTERS] if c.isalpha()]
     if not letters:
         return "none"
@@ -96,16 +98,18 @@ def _script(text: str) -> str:
 
 
 def _shares(names: Sequence[str]) -> dict[str, float]:
-    """Largest five."""
+    """Return the five largest shares."""
     return {name: count / len(names) for name, count in Counter(names).most_common(5)}
 
 
 def _first(
     recipe: Recipe, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray, texts: dict[str, Sequence[str]]
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Ids of the first choices with the words that spoke for each, and what these are. "tokens": by the method's own
-    account; "words": those that a choice shares with the target's texts and that are rarer in the pool; "": the
-    method looks at no words of the target."""
+    """Return the kind of evidence, and the ids of the first choices with their words.
+
+    "tokens": the method's own attribution; "words": words that a choice shares with the target's texts and that are
+    rarer in the pool; "": the method uses no words of the target.
+    """
     rows = sides.pool.rows.take(chosen)
     judge = getattr(selector, "inside", getattr(selector, "inside_", selector))
     if hasattr(judge, "evidence") and getattr(judge, "explains", False):
@@ -128,13 +132,13 @@ def _first(
 
 
 def _strongest(tokenizer: Any, tokens: np.ndarray, gains: Sequence[float]) -> list[str]:
-    """The tokens that spoke most, each with the one before it, as they read."""
+    """Return the decoded tokens with the largest gains, each with the one before it."""
     best = [i for i in np.argsort(-np.asarray(gains), kind="stable")[:_SPOKE].tolist() if gains[i] > 0]
     return [tokenizer.decode(tokens[max(0, i - 1) : i + 1].tolist()).strip() for i in best]
 
 
 def _in_texts(texts: Sequence[str]) -> Counter[str]:
-    """In how many texts each word stands."""
+    """Return the number of texts that contain each word."""
     return Counter(word for text in texts for word in set(_WORDS.findall(text)))
 
 

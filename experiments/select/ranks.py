@@ -1,10 +1,10 @@
-"""A selection over several processes: rank 0 reads, cleans, embeds, chooses and writes, and every rank maps its part of
-the rows in each pass of the transport solver.
+"""Selection over several processes: rank 0 reads, cleans, embeds, selects and writes; every rank maps its part of the
+rows in each pass of the transport solver.
 
-The rows are found by the names of their files, on a disk that all ranks see; features of a small pool are sent. What a
-pass sends is what `flatshift.selection.transport.ranks` says: M sums, scalars, and once the subsample, which rank 0
-solves while the others sleep. Every rank computes on one thread, so that the answer has the same bits on any number of
-them.
+Ranks open large features by file name, on a disk that all of them see; features of a small pool are sent. A pass sends
+only the data listed in `flatshift.selection.transport.ranks`: M sums, scalars, and once the subsample, which rank 0
+solves while the others sleep. Every rank computes on one thread, so that results are bit-identical for any number of
+ranks.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ if TYPE_CHECKING:
     from flatshift.finetune.parallel.mesh import ProcessMesh
 
 _LAGS = 1.5
-"""A rank whose passes need so many times the median CPU time a row is named."""
+"""Ranks that need more than this many times the median CPU time per row are reported."""
 
 
 def select_on_ranks(
     resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None
 ) -> dict[str, Any] | None:
-    """`select` as one of the processes that a launcher started; the manifest on rank 0, None on the others. Collective.
+    """Run `select` as one of the processes that a launcher started; the manifest on rank 0, None on the others.
+    Collective.
 
-    Raises what `select` raises, and UserError for a method that is not divided, ranks that differ in their recipe, or
+    Raises what `select` raises, and UserError for a method that is not distributed, ranks with different recipes, or
     more ranks than blocks of rows.
     """
     import torch
@@ -54,9 +55,11 @@ def select_on_ranks(
 
     recipe = resolved.recipe
     check_split(recipe)
+    # One thread per rank: results then do not depend on the number of ranks.
     torch.set_num_threads(1)
     size = int(os.environ["WORLD_SIZE"])
     world = spawn.join(Mesh(dp=size, stall=recipe.mesh.stall), recipe.train.device)
+    # `join` creates no process group for a single process, and the solver needs one.
     if size == 1:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     consistency.require_agreement(world, consistency.intentions(recipe))
@@ -71,10 +74,10 @@ def select_on_ranks(
 
 @dataclass
 class _Job:
-    """What a rank maps."""
+    """Part of the transport problem that one rank maps."""
 
     settings: dict[str, Any]
-    """Of the selector."""
+    """Settings of the selector."""
     rows: Any
     """(n, d): its part of the pool's features."""
     weights: np.ndarray | None
@@ -86,7 +89,7 @@ class _Ranks:
         self.world = world
 
     def fit(self, selector: Selector, pool: Pool, target: Pool, progress: Progress) -> None:
-        """On rank 0: `selector` is fitted by all ranks together."""
+        """On rank 0: fit `selector` on all ranks together."""
         assert isinstance(selector, GotDSelector)
         count, size = len(pool), self.world.size
         blocks = -(-count // BLOCK)
@@ -120,17 +123,18 @@ class _Ranks:
     def serve(self) -> None:
         """On every other rank: map the part that rank 0 hands out, and send its scores."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rank 0 says it
+            warnings.simplefilter("ignore")  # rank 0 prints it
             try:
                 fitted, _ = self._map(self._handed(None), None)
-            except SelectionError:  # all have it, and rank 0 knows the records
+            except SelectionError:  # raised on all ranks, and rank 0 knows the records
                 failure.wait_for_cause()
                 raise
         for part in (fitted.scores_, fitted.potentials_.f, fitted.nearest_target_):
             self._send(np.ascontiguousarray(part))
 
     def _map(self, job: _Job, progress: Progress | None) -> tuple[GotDSelector, list[tuple[str, float]]]:
-        """The selector of this rank's rows; and of every rank its place and its CPU seconds a row of the passes."""
+        """Return the selector of this rank's rows, and every rank's address with its CPU seconds per row of the
+        passes."""
         import torch.distributed as dist
 
         steps, pace = 0, _Pace()
@@ -175,15 +179,17 @@ class _Ranks:
 
 
 class _Pace:
-    """CPU seconds a row of what every rank does alike, its passes: told between two words of the same pass, so that
-    what rank 0 alone solves between passes does not count."""
+    """CPU seconds per row of the solver's passes, the work that every rank does.
+
+    Measured between two reports of the same pass, so that rank 0's extra work between passes does not count.
+    """
 
     def __init__(self) -> None:
         self._last = ("", 0, 0.0)
         self._spent, self._rows = 0.0, 0
 
     def note(self, stage: str, done: int) -> None:
-        """A pass (or another stage) has come to so many rows."""
+        """Record that a pass (or another stage) has reached this many rows."""
         now = time.process_time()
         before, already, then = self._last
         if stage == before and stage != ITERATIONS and done > already:
@@ -193,12 +199,12 @@ class _Pace:
 
     @property
     def seconds(self) -> float:
-        """0 where no pass had two words."""
+        """Return seconds per row; 0 if no pass reported twice."""
         return self._spent / self._rows if self._rows else 0.0
 
 
 def _lagging(figures: list[tuple[str, float]]) -> str | None:
-    """A sentence about the slowest rank, where it is much slower than the others."""
+    """Return a sentence on the slowest rank if it is much slower than the others."""
     seconds = [each for _, each in figures]
     usual = float(np.median(seconds))
     rank = int(np.argmax(seconds))

@@ -1,4 +1,4 @@
-"""The pool's domains judged as wholes, before its records are: `select.relevance` at work."""
+"""Weight or choose the pool's domains as wholes, before its records are scored, as set in `select.relevance`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flatshift.selection.config import GotD, GotDContrast, Relevance, ranking
 
 
 def check_relevance(spec: Select) -> None:
-    """Refuse weights that the method would not look at, and what has no effect on them. Raises UserError."""
+    """Raise UserError for domain weights that the method would ignore, and for settings without effect."""
     kinds = ("gotd", "gotd-contrast")
     if spec.relevance is None:
         return
@@ -35,7 +35,7 @@ def check_relevance(spec: Select) -> None:
 
 
 def _cost(spec: Select) -> str:
-    """The cost of the method that ranks, inside domains the inner one's; those without a choice use distances."""
+    """Return the cost of the ranking method, inside domains that of the inner one; the default is squared distances."""
     method = ranking(spec.method)
     return method.cost if isinstance(method, GotD | GotDContrast) else "sqeuclidean"
 
@@ -43,9 +43,9 @@ def _cost(spec: Select) -> str:
 def judge_domains(
     spec: Select, pool: PoolRecords, vectors: Vectors, seed: int, console: Console
 ) -> tuple[PoolRecords, np.ndarray | None, dict[str, Any] | None]:
-    """The pool that stays, its rows' weights (None: uniform), and what manifest.json says of it (None: not asked for).
+    """Return the kept pool, its rows' weights (None: uniform), and the manifest entry (None: not requested).
 
-    Raises UserError where no record has a domain.
+    Raises UserError if no record has a domain.
     """
     settings = spec.relevance
     if settings is None:
@@ -90,9 +90,9 @@ def judge_domains(
 
 
 def _known(samples: dict[str, Any], near: np.ndarray, console: Console) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Samples of domains and target without the texts that the embedder knows no token of, nor domains of these alone.
+    """Return samples of domains and target without texts whose tokens are all unknown, and without domains left empty.
 
-    Raises UserError where nothing is left of either side.
+    Raises UserError if nothing is left of either side.
     """
     known = {name: np.asarray(x)[known_rows(x)] for name, x in samples.items()}
     empty = [name for name, x in known.items() if not len(x)]

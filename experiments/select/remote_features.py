@@ -1,8 +1,8 @@
-"""Features of the user's own that lie in an object store: copied to a disk, where their rows are mapped from.
+"""The user's own features in an object store, copied to a disk from which their rows are mapped.
 
-`select.cache`/features-KEY/ holds a copy. Of a directory of shards KEY is the SHA-256 of its manifest, and the copy's
-own `manifest.json` comes last, when every shard was compared with it; of a single `.npy` KEY is of its address and
-version. A copy of shards that broke off goes on where it was, and one that is whole is not made again.
+`select.cache`/features-KEY/ holds a copy. For a directory of shards KEY is the SHA-256 of its manifest, and the copy's
+own `manifest.json` is written last, after every shard was verified against it; for a single `.npy` KEY is a hash of its
+address and version. An interrupted copy of shards resumes, and a complete one is reused.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from flatshift.selection.features import open_directory
 from flatshift.selection.features.directory import MANIFEST, read_manifest
 
 _SOURCE = "source.json"
-"""Beside a single array: where it comes from, and its SHA-256."""
+"""File next to a single array: its source and its SHA-256."""
 
 
 @dataclass(frozen=True)
 class Copied:
-    """path: of the copy. about: what the selection's manifest says of the source: `path, sha256, bytes, version`, of a
-    directory those of its manifest, and `shards`."""
+    """Copied features. path: of the copy. about: source in the selection's manifest, `path, sha256, bytes, version`,
+    for a directory those of its manifest, and `shards`."""
 
     path: Path
     about: dict[str, Any]
 
 
 def copied(address: str, cache: str, flag: str, console: Console) -> Copied:
-    """The array or directory of shards at `address` on this machine's disk, below the directory `cache`.
+    """Copy the array or directory of shards at `address` to this machine's disk, below the directory `cache`.
 
-    Raises UserError: nothing there, a shard that is not what its manifest says, a store that refuses; and
+    Raises UserError for a missing object, a shard that differs from its manifest or a store that refuses access, and
     SelectionError for a manifest that cannot be used.
     """
     place = address.rstrip("/")
@@ -52,15 +52,15 @@ def copied(address: str, cache: str, flag: str, console: Console) -> Copied:
 
 def _array(address: str, root: Path, flag: str, console: Console) -> Copied:
     source = _object(address, flag)
-    with source.open():  # what it is now is what every later reading has to see
+    with source.open():  # fixes the version that every later read must see
         version = source.version
     key = hashlib.sha256(json.dumps([address, source.size, version], sort_keys=True).encode()).hexdigest()[:40]
     folder = root / f"features-{key}"
     to = folder / source.name
     with exclusive_lock(folder, instead="another select.cache"):
         make_directory(folder)
-        if not (version and to.is_file() and (folder / _SOURCE).is_file()):  # without a version none is known again
-            (folder / f".{to.name}.part").unlink(missing_ok=True)  # nothing says what its beginning must be
+        if not (version and to.is_file() and (folder / _SOURCE).is_file()):  # no version: a copy cannot be recognised
+            (folder / f".{to.name}.part").unlink(missing_ok=True)  # nothing identifies the source of a partial copy
             with console.task(f"copy {flag.removeprefix('--')}, MiB", (source.size or 0) >> 20) as bar:
                 sha256 = _copy(source, to, lambda done: bar(done >> 20))
             write_json(folder / _SOURCE, {"path": address, "sha256": sha256, "bytes": to.stat().st_size})
@@ -134,8 +134,10 @@ def _object(address: str, flag: str) -> RemoteFile:
 
 
 def _copy(source: RemoteFile, to: Path, told: Callable[[int], None], sha256: str | None = None) -> str:
-    """Copy an object behind what an earlier try left of it; its SHA-256. It gets its name unless that is another than
-    `sha256`."""
+    """Copy an object, resuming after the bytes of an earlier attempt; return its SHA-256.
+
+    The file gets its final name unless the digest differs from `sha256`.
+    """
     found, part = hashlib.sha256(), to.with_name(f".{to.name}.part")
     with part.open("a+b") as out, source.open() as handle:
         out.seek(0)

@@ -1,4 +1,4 @@
-"""The selection journey: pool and target in, a directory with scores, chosen records and a report out.
+"""Selection workflow: from pool and target to a directory with scores, selected records and a report.
 
 flatshift select --pool pool.jsonl --target target.jsonl --budget 500 --out selection
 """
@@ -62,20 +62,21 @@ _TAKEN = 4096
 
 
 Fit = Callable[[Selector, Pool, Pool, Progress], Any]
-"""Fits a selector: as (selector, pool, target, progress)."""
+"""Function that fits a selector: (selector, pool, target, progress)."""
 
 
 def select(
     resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw | None = None, fit: Fit | None = None
 ) -> dict[str, Any]:
-    """Run a recipe's `select` block into the new directory `out` (whole or not at all) and return its manifest.
+    """Run a recipe's `select` block into the new directory `out` (atomically) and return its manifest.
 
-    Called again after a kill, with the same recipe, it goes on with what `out`/state has: a long transport solve from
-    its last full pass, to the same bits; a model's vectors and losses from their last shard; with any method, scores
-    that took long are not computed again.
+    Called again after a kill with the same recipe, it continues from `out`/state: a long transport solve from its last
+    full pass, with bit-identical results; a model's vectors and losses from their last shard; with any method, slow
+    scores are not computed again.
 
-    draw: draws its page, which comes with the directory. fit: fits the selector, if not its own `fit` does
+    draw: draws the report page inside the directory. fit: fits the selector in place of its own `fit`
     (`flatshift.experiments.select.ranks`).
+
     Raises UserError for an `out` that holds anything else or is in use, missing settings, bad rows, or a budget above
     the pool.
     """
@@ -117,7 +118,7 @@ def select_into(
 ) -> dict[str, Any]:
     """Score the pool, choose, and write scores.parquet, selected.jsonl and manifest.json into `directory`.
 
-    state: where a long transport solve leaves what it needs to go on after a kill; None: nowhere. fit: as in `select`.
+    state: directory from which a long transport solve resumes after a kill; None: not kept. fit: as in `select`.
     """
     spec = recipe.select
     assert spec is not None
@@ -189,6 +190,7 @@ def select_into(
         )
     vectors.close()
     write_json(directory / "manifest.json", manifest)
+    # log.txt still grows, so it gets no digest.
     kept = [file for file in directory.iterdir() if file.is_file() and file.name != "log.txt"]
     write_json(directory / DONE, {FILES: sums(directory, kept)})
     console.say(f"selected {spec.budget:,} of {len(sides.pool.rows):,} in {time.monotonic() - started:.1f} s")
@@ -202,12 +204,13 @@ def select_into(
 
 
 def _read(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
-    """Pool, target and negative examples less what hygiene drops and what says nothing, the pool cut to length."""
+    """Read pool, target and negative examples, without rows dropped by hygiene or blank ones, the pool cut to
+    length."""
     spec = recipe.select
     assert spec is not None
     seed = recipe.train.seed
     target_files = spec.target.files or recipe.data.train.all_files
-    # The small sides first: what is wrong with them is said before the pool is read.
+    # Read the small sides first: their errors are then reported before the pool is read.
     target, judged = read_target(recipe, console)
     seen = target_record(recipe, target.skipped)
     negative = read_records(spec.negative, spec, seed, "negative") if spec.negative.files else None
@@ -233,7 +236,7 @@ def _read(recipe: Recipe, directory: Path, console: Console) -> PoolAndTarget:
 
 
 def _embed(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console) -> None:
-    """Domains judged, vectors made where they are needed, and rows left out whose vector says nothing."""
+    """Weight or choose domains, embed if needed, and drop rows with zero vectors."""
     spec = recipe.select
     assert spec is not None
     with warnings.catch_warnings(record=True) as caught:
@@ -260,7 +263,7 @@ def _embed(recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Cons
 
 
 def _tokenise(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Console) -> None:
-    """The backbone's tokens of both sides, the pool's on disk, where the method reads them."""
+    """Tokenise both sides with the backbone's tokenizer if the method reads tokens; the pool's are stored on disk."""
     spec = recipe.select
     assert spec is not None
     if "tokens" not in needs(spec.method):
@@ -277,7 +280,7 @@ def _tokenise(recipe: Recipe, sides: PoolAndTarget, directory: Path, console: Co
 def _fitted(
     recipe: Recipe, sides: PoolAndTarget, vectors: Vectors, console: Console, state: Path | None, fit: Fit | None
 ) -> Selector:
-    """The recipe's selector, fitted: what it warned of is said."""
+    """Build and fit the recipe's selector, and print its warnings."""
     spec = recipe.select
     assert spec is not None
     rows = sides.pool.rows
@@ -341,7 +344,7 @@ def _fitted(
 
 
 def _say_tried(said: dict[str, Any], console: Console) -> None:
-    """The table of `--method auto`."""
+    """Print the table of `--method auto`."""
     console.say(f"auto: nats per token of {said['held_out']:,} held-out target texts after each method's choice")
     for line in said["table"]:
         told = line.get("reason")
@@ -369,7 +372,7 @@ def _say_tried(said: dict[str, Any], console: Console) -> None:
 
 
 def _manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np.ndarray) -> dict[str, Any]:
-    """What was read and what the method says of its solution."""
+    """Return the manifest: inputs, and the method's description of its solution."""
     solver = plain(selector.diagnostics_)
     times = np.unique(chosen, return_counts=True)[1]
     files = spec.pool.files, sides.target_files, spec.eval.files + spec.negative.files, spec.hygiene.drops
@@ -393,18 +396,18 @@ def _manifest(spec: Select, sides: PoolAndTarget, selector: Selector, chosen: np
 
 
 def _repeated(times: np.ndarray) -> dict[str, int]:
-    """Of how often each chosen record is to be read."""
+    """Count distinct and repeated records from the number of times each selected one is used."""
     return {"distinct": len(times), "again": int((times > 1).sum()), "most_times": int(times.max())}
 
 
 def _say(caught: Sequence[warnings.WarningMessage], console: Console) -> None:
-    """What a selector warned of, in the run's own voice and log."""
+    """Print a selector's warnings through the run's console and log."""
     for message in dict.fromkeys(str(item.message) for item in caught if issubclass(item.category, UserWarning)):
         console.say(f"warning: {message}")
 
 
 def _peak_bytes() -> int:
-    """Most that this process has held resident so far, mapped files included."""
+    """Return the peak resident memory of this process in bytes, mapped files included."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

@@ -1,5 +1,4 @@
-"""Whether a selection holds what it promises, for manifest and report: `flatshift.selection.checks` on a run's own
-data."""
+"""Checks of a selection for manifest and report: `flatshift.selection.checks` on a run's own data."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ from flatshift.selection.errors import ConvergenceWarning, SelectionError
 from flatshift.selection.methods.base import Selector
 
 _SHOWN = 10
-"""Targets that the manifest names."""
+"""Most targets listed in the manifest."""
 _CHARACTERS = 200
-"""Of a text."""
+"""Most characters of a text."""
 _TOLERANCE = 1e-4
-"""Marginal error of the selectors that are fitted again on parts of the data."""
+"""Marginal error of selectors that are refitted on parts of the data."""
 
 
 def can_check(spec: Select) -> bool:
-    """Whether the method works on features between which a distance means something."""
+    """Return True if the method works on features with a meaningful distance."""
     wanted = needs(spec.method)
     return spec.checks and "features" in wanted and not {"gradients", "tokens"} & wanted
 
@@ -46,10 +45,9 @@ def check_choice(
     console: Console,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Any] | None:
-    """What manifest.json says under `flatshift.selection.checks`; None where all features coincide, or a check broke
-    down.
+    """Return the manifest entry of `flatshift.selection.checks`; None if all features coincide or a check failed.
 
-    Says warnings. A choice that was made never fails with its check: what goes wrong in it is said, too.
+    Prints warnings. A finished selection never fails because of its check: errors in it are printed, too.
     """
     with non_fatal(console):
         from flatshift.selection.checks import check_selection, target_coverage
@@ -80,7 +78,7 @@ def check_choice(
             console.say("note: all features coincide; the selection was not checked")
             return None
         rows, g = found.targets, found.g
-        # In rounds the selector's own potentials are those of a part of the target.
+        # With rounds the selector's own potentials cover only a part of the target.
         if potentials is not None and len(potentials.g) == len(y):
             rows, g = np.arange(len(y)), potentials.g
         coverage = target_coverage(x, y[rows], g, cost=cost, seed=seed, progress=progress)
@@ -107,12 +105,12 @@ def check_choice(
 
 @contextmanager
 def non_fatal(console: Console) -> Iterator[None]:
-    """Say what goes wrong in a check instead of failing with it: the choice stands."""
+    """Print errors of a check instead of raising them: the selection stands."""
     try:
         yield
-    except SelectionError as error:  # the method may ask for more than a part of the data has
+    except SelectionError as error:  # the method may need more than a part of the data
         console.say(f"note: the selection was not checked on parts of the data: {error}")
-    except (Interrupted, OSError):  # as a full disk does: what is there goes on later
+    except (Interrupted, OSError):  # such as a full disk: the run can be resumed later
         raise
     except Exception as error:
         console.say(f"warning: the selection was not checked, by a fault of the check: {type(error).__name__}: {error}")
@@ -123,7 +121,7 @@ def non_fatal(console: Console) -> Iterator[None]:
 def _refit(
     spec: Select, sides: PoolAndTarget, seed: int
 ) -> Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
-    """The recipe's own method, to be fitted again on some rows of pool and target."""
+    """Return the recipe's own method as a function that refits on some rows of pool and target."""
     x, y = sides.x, sides.y
     assert y is not None
     more: dict[str, Any] = {} if sides.z is None else {"negative": Pool(features=sides.z)}
@@ -150,14 +148,14 @@ def _some(names: Sequence[str | None] | None, rows: np.ndarray) -> list[str | No
 
 
 def _roughly(method: Any) -> Any:
-    """The method with a tolerance that is enough to choose by."""
+    """Return the method with a coarser tolerance that is enough for selecting."""
     if isinstance(method, GotD | GotDContrast):
         return replace(method, tolerance=max(method.tolerance or 0.0, _TOLERANCE))
     return method
 
 
 def _coverage(coverage: Any, rows: np.ndarray, sides: PoolAndTarget) -> dict[str, Any]:
-    """Counts, and the worst served targets by name with their texts and their nearest records."""
+    """Return counts, and the worst served targets with their ids, texts and nearest records."""
     unserved = coverage.unserved
     first = np.lexsort((-coverage.g, ~unserved))[:_SHOWN]
     nearest = [sides.pool.rows[int(row)] for row in coverage.rows[first]]

@@ -1,7 +1,7 @@
-"""The target of a selection, without the rows that a run is judged on.
+"""Target of a selection, without the rows that a run is evaluated on.
 
-Where a run sets rows apart by `data.holdout`, the target of its warm-up must not have them: a selection reads its
-target less the same draw, its manifest tells which, and `check_target` refuses one that saw what the run judges.
+If a run holds rows out by `data.holdout`, they must not be in the target of its warm-up: a selection reads its target
+without the same rows, its manifest records the draw, and `check_target` rejects one that saw the run's evaluation rows.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from flatshift.finetune.seeds import derive
 
 
 def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
-    """The target, and the rows of its files that are set apart for judging.
+    """Return the target, and the rows of its files that are held out for evaluation.
 
-    Without files of its own the target is the run's training rows, which hold no judged row. Of its own files
-    `data.holdout` sets rows apart where the recipe names no training rows: those that a run on these files does, which
-    names neither dev nor test rows. Raises UserError.
+    Without files of its own the target is the run's training rows, which contain no evaluation row. From its own files
+    `data.holdout` holds rows out if the recipe names no training rows: the same ones as a run on these files without
+    dev and test files. Raises UserError.
     """
     spec, data = recipe.select, recipe.data
     assert spec is not None
     if not spec.target.files:
         return _training_rows(recipe), []
+    # The limit applies after the holdout, as in a run.
     found = read_records(replace(spec.target, limit=None), spec, recipe.train.seed, "target")
     apart: list[Row] = []
     if data.holdout and not data.train.all_files:
@@ -64,7 +65,7 @@ def read_target(recipe: Recipe, console: Console) -> tuple[Records, list[Row]]:
 
 
 def _training_rows(recipe: Recipe) -> Records:
-    """The run's own training rows as the target: after holdout and limit, so no judged text is seen."""
+    """Return the run's own training rows as the target: after holdout and limit, so no evaluation text is seen."""
     rows = read_splits(recipe)
     without = next((row for row in rows.train if not isinstance(row.values.get("text"), str)), None)
     if without is not None:
@@ -73,8 +74,10 @@ def _training_rows(recipe: Recipe) -> Records:
 
 
 def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
-    """What a manifest tells of the target: its `files` (SHA-256 of each, else its name), the share of their rows that
-    is set `apart`, and what that draw depends on: how many bad rows were `skipped` before, and the names of `columns`.
+    """Return the manifest entry of the target.
+
+    It has its `files` (SHA-256 of each, else its name), the share of their rows that is held out (`apart`), and what
+    that draw depends on: the number of bad rows `skipped` before, and the names of `columns`.
     """
     spec, data = recipe.select, recipe.data
     assert spec is not None
@@ -86,9 +89,9 @@ def target_record(recipe: Recipe, skipped: Sequence[str]) -> dict[str, Any]:
 
 
 def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
-    """Refuse a selection whose target has rows that the recipe's own `data.holdout` sets apart for judging.
+    """Raise UserError for a selection whose target has rows that the recipe's own `data.holdout` holds out.
 
-    skipped: bad rows of the recipe's files. A selection that was made without such a record passes. Raises UserError.
+    skipped: bad rows of the recipe's files. A selection made without such a record passes.
     """
     spec, data = recipe.select, recipe.data
     if spec is None or not data.holdout or not data.train.all_files:
@@ -115,12 +118,12 @@ def check_target(recipe: Recipe, skipped: Sequence[str]) -> None:
 
 
 def _keys(columns: Columns) -> list[str]:
-    """Names of the columns by which copies and classes are known."""
+    """Return the names of the columns that identify copies and classes."""
     return [columns.text, columns.text2, columns.label]
 
 
 def _share_apart(data: Data) -> float:
-    """Share of the training rows that no training sees, for dev and test together."""
+    """Return the share of the training rows held out from training, for dev and test together."""
     return data.holdout * sum(not split.files for split in (data.dev, data.test))
 
 

@@ -1,11 +1,12 @@
-"""Does a curve show double descent? A peak test that holds with few seeds, a verdict with its evidence, thresholds.
+"""Double descent in curves: a peak test that is valid with few seeds, verdicts with evidence, thresholds.
 
     from flatshift.experiments.statistics import Curve, judge_curve
+
     verdict = judge_curve(Curve(axis="rank", values=ranks, test=errors, train_error=fitted, train_loss=losses))
 
-`peak` tests and locates, `verdict` names, `curve_comparison` compares two curves, `emc` finds where training data stop
-being fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays in, verdicts out: nothing here
-knows of files or recipes, trains a network or imports torch.
+`peak` tests and locates, `verdict` names, `curve_comparison` compares two curves, `emc` finds where training data
+stop being fitted; `intervals` has t-intervals, paired tests and Holm's correction. Arrays in, verdicts out: nothing
+here knows of files or recipes, trains a network or imports torch.
 """
 
 from flatshift.experiments.statistics.curve import Curve

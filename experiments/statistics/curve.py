@@ -1,4 +1,4 @@
-"""One curve of a sweep: what was measured along one axis under several seeds, the other axes held."""
+"""One curve of a sweep: measurements along one axis under several seeds, the other axes held."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from flatshift.experiments.statistics.scale import MetricScale, scale_of
 from flatshift.finetune.errors import UserError
 
 Lost = Literal["diverged", "failed", "stopped early", "ended early"]
-"""What became of runs without values; `ended early`: some diverged, some stopped."""
+"""Fate of runs without values; `ended early`: some diverged, some stopped."""
 _TABLES = ("test", "train_error", "train_loss", "gradient_norm", "sharpness")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Curve:
-    """Measurements [S, J]: row s is one seed at all J points; NaN or infinity where a run diverged or was not measured.
+    """Measurements [S, J]: row s is one seed at all J points; NaN or infinity if a run diverged or was not measured.
 
-    Raises UserError when a table does not fit the axis or has other seeds than `test`, or the axis does not ascend.
+    Raises UserError if a table does not fit the axis or has other seeds than `test`, or if the axis does not ascend.
     """
 
     axis: str
@@ -30,11 +30,11 @@ class Curve:
     values: Sequence[float]
     """[J]: ascending positions on the axis."""
     test: np.ndarray
-    """[S, J]: what is judged, smaller is better, on rows that are not trained on."""
+    """[S, J]: metric to test, smaller is better, measured on held-out rows."""
     train_error: np.ndarray | None = None
     """[S, J]: share of wrong training examples or tokens; places the interpolation threshold."""
     fit: str = "training error"
-    """Name of what `train_error` holds, for sentences."""
+    """Name of `train_error` in sentences."""
     train_loss: np.ndarray | None = None
     """[S, J]: loss on the training rows; a peak of its own means that training is unstable."""
     gradient_norm: np.ndarray | None = None
@@ -43,19 +43,19 @@ class Curve:
     """[S, J]: (preconditioned) sharpness × learning rate ÷ its stability threshold (2 for gradient descent, 38 for Adam
     with β₁ = 0.9); above 1 a quadratic diverges."""
     metric: str = "test error"
-    """Name of what `test` holds, for sentences."""
+    """Name of `test` in sentences."""
     unit: str = ""
-    """Unit of `test`, for sentences."""
+    """Unit of `test` in sentences."""
     items: int | None = None
-    """Items behind each error rate of `test`; None: not known, or no rate."""
+    """Items behind each error rate of `test`; None: unknown, or not a rate."""
     epsilon: float = EPSILON
     """Mean training error up to which training data count as fitted."""
     training: bool = False
-    """`test` is the training loss itself: a peak of it is unstable training and never double descent."""
+    """True if `test` is the training loss itself: a peak of it is unstable training, never double descent."""
     lost: Lost = "diverged"
-    """What became of runs without values, for sentences."""
+    """Fate of runs without values, for sentences."""
     planned: int | None = None
-    """Seeds of the plan where cells of it still wait, for sentences; None: all have ended."""
+    """Number of seeds in the plan if cells are still missing, for sentences; None: all cells have ended."""
 
     def __post_init__(self) -> None:
         try:
@@ -82,33 +82,34 @@ class Curve:
 
     @property
     def scale(self) -> MetricScale:
-        """What `test` is judged on, by the rule for its `metric`."""
+        """Scale on which `test` is tested, chosen by its `metric`."""
         return scale_of(self.metric, self.test, self.items)
 
     def thinned(self, at_most: int = MOST_POINTS) -> Curve:
-        """The curve at no more than `at_most` points, evenly spread on a log axis and chosen without its values."""
+        """Return the curve at no more than `at_most` points, evenly spaced on a log axis and chosen without its
+        values."""
         chosen = list(thin(self.values, at_most))
         tables = {name: getattr(self, name) for name in _TABLES}
         kept: dict[str, Any] = {name: None if table is None else table[:, chosen] for name, table in tables.items()}
         return replace(self, values=[self.values[j] for j in chosen], **kept)
 
     def at(self, point: int) -> str:
-        """`rank 16`, for sentences."""
+        """Format a point for sentences: `rank 16`."""
         return f"{self.axis} {self.values[point]:g}"
 
     def lost_sentence(self) -> str | None:
-        """`2 of 5 seeds diverged at step 64 to 256.`, or `at rank 1 and 128`; None if every run has values."""
+        """Return `2 of 5 seeds diverged at step 64 to 256.`, or `at rank 1 and 128`; None if every run has values."""
         gone = ~np.isfinite(self.test)
         if not gone.any():
             return None
         points = np.flatnonzero(gone.any(0)).tolist()
         named = [f"{self.values[j]:g}" for j in points]
-        if len(named) > 1 and points[-1] - points[0] == len(points) - 1:  # all between the first and the last
+        if len(named) > 1 and points[-1] - points[0] == len(points) - 1:  # every point between the first and the last
             said = f"{named[0]} to {named[-1]}"
         else:
             said = " and ".join(filter(None, [", ".join(named[:-1]), named[-1]]))
         return f"{int(gone.any(1).sum())} of {len(gone)} seeds {self.lost} at {self.axis} {said}."
 
     def amount(self, value: float) -> str:
-        """A figure of `test` with its unit, for sentences."""
+        """Format a value of `test` with its unit, for sentences."""
         return f"{value:.3g} {self.unit}".rstrip()

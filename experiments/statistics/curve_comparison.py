@@ -1,14 +1,14 @@
-"""Two curves on the same seeds: does one lie below the other, and is a peak lower, higher or elsewhere?
+"""Comparison of two curves on the same seeds: is one below the other, and is its peak lower, higher or moved?
 
     found = compare_curves(flat, plain)        # two Curves over the same positions, row s the same seed in both
     found.mean, found.peak, found.threshold    # intervals of flat − plain
-    found.sentence(flat)                       # moves it, removes it, neither, or cannot be said
+    found.sentence(flat)                       # moves it, removes it, neither, or undecided
 
-Looking for the peak in one curve and reading the other at the same place is no test: the peak was found where its own
-errors are large and positive, so any second curve seems lower there. Here the triple of points is taken from the mean
-of both curves. If both scatter alike, difference and mean are independent, and the paired t-test at the triple holds as
-if the triple had been named beforehand. For the same reason there is a triple only where the mean of both has a peak by
-the peak test: on flat curves there is nothing to be lower or higher.
+Finding the peak in one curve and reading the other at the same place is not a valid test: the peak was found where its
+own errors are large and positive, so any second curve seems lower there. Here the triple of points is taken from the
+mean of both curves. If both scatter alike, difference and mean are independent, and the paired t-test at the triple is
+as valid as for a triple named beforehand. For the same reason there is a triple only if the mean of both has a peak by
+the peak test: flat curves have nothing to be lower or higher.
 """
 
 from __future__ import annotations
@@ -27,43 +27,46 @@ from flatshift.finetune.errors import UserError
 
 FEWEST_SEEDS = 3
 REMAINS = 0.2
-"""A peak counts as removed if at most this share of its height can be left."""
+"""Largest share of its height that may be left for a peak to count as removed."""
 
 
 @dataclass(frozen=True)
 class CurveComparison:
-    """What `compare_curves` found; intervals are two-sided, 95 %, over seeds."""
+    """Result of `compare_curves`; intervals are two-sided, 95 %, over seeds."""
 
     mean: Interval
     """Mean over the axis of the difference, ours − base."""
     p: float | None
-    """Two-sided p of `mean`; None where every seed has the same difference, which is not zero."""
+    """Two-sided p of `mean`; None if every seed has the same non-zero difference."""
     points: tuple[Interval, ...]
-    """The difference at each position; all intervals hold at once (Bonferroni over the positions)."""
+    """Difference at each position; the intervals are simultaneous (Bonferroni over the positions)."""
     tests: tuple[PeakTest | None, PeakTest | None, PeakTest | None]
     """Peak tests of the mean of both curves, of ours and of base; None with too few seeds."""
     triple: tuple[int, int, int] | None
-    """Left flank, peak and right flank of the mean of both curves; None where the peak test finds none in it."""
+    """Left flank, peak and right flank of the mean of both curves; None if the peak test finds none in it."""
     peak: Interval | None
-    """How much higher ours stands at the peak, above the mean of its two flanks, than base does."""
+    """Height of the peak of ours above the mean of its two flanks, minus that of base."""
     peak_p: float | None
     """Two-sided p of `peak`; None as for `p`, and without a peak."""
     left: Interval | None
-    """How high ours still stands at the peak, above the higher of its two flanks."""
+    """Height of ours at the peak, above the higher of its two flanks."""
     was: Interval | None
-    """The same of base."""
+    """Height of base at the peak, above the higher of its two flanks."""
     places: tuple[tuple[int, ...], tuple[int, ...]] | None
-    """Points that may hold the peak of base, and of ours: between the outermost flanks of both, so that of two humps
-    neither is out of sight, at half the level each. None unless both have a peak that is highest there."""
+    """Points that may hold the peak of base, and of ours.
+
+    Searched between the outermost flanks of both, so that neither of two humps is missed, at half the level each. None
+    unless both have a peak that is highest there.
+    """
     threshold: Interval | None
     """Position where the training error crosses ε, ours ÷ base, seed by seed; None unless every seed crosses it on the
     axis in both curves."""
     seeds: int
-    """Seeds that both curves have whole."""
+    """Number of seeds that are complete in both curves."""
 
     @property
     def moved(self) -> bool:
-        """Whether the interpolation threshold lies elsewhere, by its interval."""
+        """True if the interval of the threshold ratio excludes 1."""
         found = self.threshold
         return (
             found is not None and found.low is not None and found.high is not None and not found.low <= 1 <= found.high
@@ -71,14 +74,14 @@ class CurveComparison:
 
     @property
     def removed(self) -> bool:
-        """Whether the peak is lower by its interval, and at most a fifth of it is left by that of what is left."""
+        """True if the peak is lower by its interval, and the upper limit of the rest is at most a fifth of it."""
         lower = self.peak is not None and self.peak.high is not None and self.peak.high < 0
         if not lower or self.left is None or self.was is None or self.left.high is None:
             return False
         return self.left.high <= REMAINS * self.was.value
 
     def sentence(self, curve: Curve) -> str:
-        """What ours does to the peak of base, by the intervals; `curve` is either of the two."""
+        """Describe the effect of ours on the peak of base, by the intervals; `curve` is either of the two."""
         return " ".join([self._height(curve), *self._place(curve), self._where(curve)])
 
     def _height(self, curve: Curve) -> str:
@@ -122,7 +125,7 @@ class CurveComparison:
         return said
 
     def _where(self, curve: Curve) -> str:
-        """At which positions one of the two is lower, all intervals at once."""
+        """Return the positions at which ours is lower or higher than base, by simultaneous intervals."""
         sides = {
             "lower": [at for at, d in zip(curve.values, self.points, strict=True) if d.high is not None and d.high < 0],
             "higher": [at for at, d in zip(curve.values, self.points, strict=True) if d.low is not None and d.low > 0],
@@ -134,12 +137,12 @@ class CurveComparison:
 
 
 def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> CurveComparison:
-    """Compare `ours` with `base`: held-out figures at the same positions, row s the same seed in both.
+    """Compare `ours` with `base`: held-out metrics at the same positions, row s the same seed in both.
 
-    Seeds with a value that is not finite anywhere in either curve are left out as a whole.
+    Seeds with a value that is not finite anywhere in either curve are left out.
 
     Raises:
-        UserError: other positions, another number of seeds, or fewer than three whole seeds.
+        UserError: other positions, another number of seeds, or fewer than three complete seeds.
     """
     if list(ours.values) != list(base.values) or ours.test.shape != base.test.shape:
         raise UserError(
@@ -176,13 +179,13 @@ def compare_curves(ours: Curve, base: Curve, *, confidence: float = 0.95) -> Cur
 
 
 def height_at(curves: np.ndarray, triple: tuple[int, int, int]) -> np.ndarray:
-    """[S]: y_j − (y_i + y_l)/2 of each row of `curves` [S, J]."""
+    """Return [S]: y_j − (y_i + y_l)/2 of each row of `curves` [S, J]."""
     left, middle, right = triple
     return curves[:, middle] - (curves[:, left] + curves[:, right]) / 2
 
 
 def _above_flanks(curves: np.ndarray, triple: tuple[int, int, int], confidence: float) -> Interval:
-    """Of y_j − y_i and y_j − y_l that with the lower mean: a peak stands above both flanks."""
+    """Return whichever of y_j − y_i and y_j − y_l has the lower mean: a peak is above both flanks."""
     left, middle, right = triple
     sides = [t_interval((curves[:, middle] - curves[:, k]).tolist(), confidence=confidence) for k in (left, right)]
     return min(sides, key=lambda side: side.value)
@@ -199,7 +202,7 @@ def _places(
 
 
 def _peak(curves: np.ndarray, scale: MetricScale) -> PeakTest | None:
-    """None with too few seeds or points, or too many of these."""
+    """Return the peak test; None with too few seeds or points, or too many points."""
     try:
         return peak_test(curves, scale=scale)
     except UserError:
@@ -211,7 +214,7 @@ def _interval(found: Interval) -> str:
 
 
 def _threshold(ours: Curve, base: Curve, whole: np.ndarray, confidence: float) -> Interval | None:
-    """Ratio of the crossings of ε, from the t-interval of its logarithm over seeds."""
+    """Return the ratio of the crossings of ε, from the t-interval of its logarithm over seeds."""
     if ours.train_error is None or base.train_error is None or not ours.values[0] > 0:
         return None
     logs = []

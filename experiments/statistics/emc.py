@@ -1,7 +1,7 @@
-"""Effective model complexity and the interpolation threshold: where the training error crosses ε.
+"""Effective model complexity and the interpolation threshold: the point where the training error crosses ε.
 
-EMC = the largest number of training rows n that a training procedure still fits to a mean error of at most ε
-(Nakkiran et al., arXiv:1912.02292); the same crossing along rank or steps is the interpolation threshold.
+EMC = the largest number of training rows n that a training procedure still fits to a mean error of at most ε (Nakkiran
+et al., arXiv:1912.02292); the same crossing along rank or steps is the interpolation threshold.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ EPSILON = 0.1
 
 @dataclass(frozen=True)
 class Crossing:
-    """Where the mean training error crosses ε along an axis."""
+    """Crossing of ε by the mean training error along an axis."""
 
     value: float | None
-    """Position on the axis, interpolated between points (on a log axis where all positions are positive); None: not on
+    """Position on the axis, interpolated between points (on a log axis if all positions are positive); None: not on
     it."""
     low: float | None
-    """Lower end of the interval over seeds; None: open, it reaches beyond the first point, or one seed only."""
+    """Lower end of the interval over seeds; None: open, it extends before the first point, or there is one seed
+    only."""
     high: float | None
     """Upper end; None as for `low`."""
     rising: bool
-    """The error rises along the axis (as with more rows), rather than falls (as with more rank or steps)."""
+    """True if the error rises along the axis (as with more rows); False if it falls (as with more rank or steps)."""
     fitted: Literal["some", "all", "none"]
-    """Which points have a mean training error of at most ε. `some` without a `value`: the error falls and rises again,
-    and its monotone fit stays on one side."""
+    """Points with a mean training error of at most ε. `some` without a `value`: the error falls and rises again, and
+    its monotone fit stays on one side."""
 
 
 @dataclass(frozen=True)
 class EMC:
-    """The largest n that is fitted to a mean training error of at most ε."""
+    """Largest n that is fitted to a mean training error of at most ε."""
 
     value: float | None
-    """Rows; None if the answer lies outside the range that was tried."""
+    """Rows; None if the answer is outside the tested range."""
     low: float | None
     """Lower end of the interval over seeds; None: open."""
     high: float | None
@@ -68,12 +69,12 @@ class EMC:
 def crossing(
     values: Sequence[float], train_error: np.ndarray, epsilon: float = EPSILON, *, level: float = 0.05
 ) -> Crossing:
-    """Where the mean of `train_error` [S, J] (finite rows only are used) crosses ε along `values` [J].
+    """Find where the mean of `train_error` [S, J] (finite rows only) crosses ε along `values` [J].
 
-    Whether the error rises or falls along the axis is read off the monotone fit that comes closer to the means.
-    Interval: one-sided t limits of the mean at each point, walked from the fitted end while the upper limit stays at
-    most ε, and from the other end while the lower limit stays above it; a walk that stops at its first failure needs
-    no correction for the number of points.
+    The direction (rising or falling error) is that of the monotone fit closer to the means. Interval: one-sided t
+    limits of the mean at each point, followed from the fitted end while the upper limit is at most ε, and from the
+    other end while the lower limit is above it; stopping at the first failure needs no correction for the number of
+    points.
 
     Raises:
         UserError: values that do not ascend, a table of another width, no finite row, or ε not in (0, 1).
@@ -99,7 +100,7 @@ def crossing(
 def emc_from_curve(
     n_values: Sequence[float], train_error: np.ndarray, epsilon: float = EPSILON, *, level: float = 0.05
 ) -> EMC:
-    """EMC from a curve over the number of rows: [S, J] training errors at `n_values` [J], made monotone in n.
+    """Return the EMC of a curve over the number of rows: [S, J] training errors at `n_values` [J], made monotone in n.
 
     Interval and errors as for `crossing`.
     """
@@ -124,14 +125,14 @@ def effective_model_complexity(
     seeds: Sequence[int],
     resolution: float = 0.1,
 ) -> EMC:
-    """EMC by bisection over n between `low` and `high`; every n that is tried is tried with all seeds.
+    """Find the EMC by bisection over n between `low` and `high`; every n is evaluated with all seeds.
 
     Args:
         train_error: the training error at n rows under a seed, `train_error(n, seed)`; a run that diverged may return
             NaN or infinity and counts as an error of 1 (it has fitted nothing).
         resolution: stop when the smallest n that is not fitted is at most (1 + resolution) × the largest that is.
 
-    It assumes that the mean error rises with n; the points come back so that this can be looked at.
+    Assumes that the mean error rises with n; the points are returned so that this can be checked.
 
     Raises:
         UserError: an empty range, no seeds, or ε or resolution out of bounds.
@@ -186,7 +187,8 @@ def _checked(values: Sequence[float], errors: np.ndarray, epsilon: float) -> tup
 def _cross(
     position: np.ndarray, table: np.ndarray, epsilon: float, level: float
 ) -> tuple[float | None, float | None, float | None]:
-    """(crossing, low, high) of errors [S, J] that rise along `position`; None where it is not on the axis."""
+    """Return (crossing, low, high) of errors [S, J] that rise along `position`; None for ends that are not on the
+    axis."""
     mean = table.mean(0)
     found = _place(position, _isotonic(mean), epsilon)
     n = len(table)
@@ -197,14 +199,14 @@ def _cross(
     lower = np.minimum.accumulate((mean - half)[::-1])[::-1]  # from the right
     low, high = _place(position, upper, epsilon), _place(position, lower, epsilon)
     if low is not None and found is not None:
-        low = min(low, found)  # the monotone fit may leave the limits where the means do not ascend
+        low = min(low, found)  # the monotone fit may leave the limits if the means do not ascend
     if high is not None and found is not None:
         high = max(high, found)
     return found, low, high
 
 
 def _place(position: np.ndarray, rising: np.ndarray, epsilon: float) -> float | None:
-    """Where the non-decreasing piecewise-linear curve exceeds ε; None if it does so everywhere or nowhere."""
+    """Return where the non-decreasing piecewise-linear curve exceeds ε; None if it does so everywhere or nowhere."""
     if rising[0] > epsilon or rising[-1] <= epsilon:
         return None
     after = int(np.argmax(rising > epsilon))
@@ -213,7 +215,7 @@ def _place(position: np.ndarray, rising: np.ndarray, epsilon: float) -> float | 
 
 
 def _isotonic(y: np.ndarray) -> np.ndarray:
-    """The non-decreasing sequence closest to `y` in squares: pool adjacent violators."""
+    """Return the non-decreasing sequence closest to `y` in least squares, by pool adjacent violators."""
     blocks: list[tuple[float, int]] = []
     for value in y:
         mean, size = float(value), 1

@@ -1,4 +1,4 @@
-"""Does the training loss peak, or rise for good, and do gradient or sharpness say that training was unstable there?"""
+"""Unstable training: a peak or lasting rise of the training loss, confirmed by gradient norm or sharpness."""
 
 from __future__ import annotations
 
@@ -15,41 +15,43 @@ from flatshift.experiments.statistics.shape import shape_of
 from flatshift.finetune.errors import UserError
 
 SPIKE = 2.0
-"""A gradient norm counts as a spike from this multiple of its value at the left flank of the training peak."""
+"""Smallest gradient norm that counts as a spike, as a multiple of that at the left flank of the training peak."""
 LASTING = 0.2
-"""A training loss that rises for good was unstable from this share of what it had fallen before."""
+"""Smallest lasting rise of the training loss that counts as unstable, as a share of the fall before it."""
 ALONG_STEPS = ("step", "steps")
-"""Axes along which training goes on; along any other a training loss may rise in good order, as with more rows."""
+"""Axes that extend training; along any other a rising training loss may be expected, as with more rows."""
 
 
 @dataclass(frozen=True)
 class Instability:
-    """What the training side of a curve shows."""
+    """Findings on the training side of a curve."""
 
     peak: PeakTest | None
-    """Of the training loss; None if it was not measured, with too few seeds or points, or seeds that do not differ."""
+    """Peak test of the training loss; None if not measured, with too few seeds or points, or without seed
+    differences."""
     spike: bool = False
-    """A training peak with a gradient spike, or sharpness above its threshold."""
+    """True for a training peak with a gradient spike or with sharpness above its threshold."""
     lasting: bool = False
-    """Along the steps, a significant rise that does not come back, of at least a fifth of the fall before it."""
+    """True for a significant rise along the steps that does not come back, of at least a fifth of the fall before
+    it."""
     evidence: list[str] = field(default_factory=list)
 
     @property
     def found(self) -> bool:
-        """The training loss has a peak."""
+        """True if the training loss has a peak."""
         return self.peak is not None and self.peak.rejected
 
     @property
     def unstable(self) -> bool:
-        """Training was unstable: a peak with its spike, or a rise for good."""
+        """True if training was unstable: a peak with its spike, or a lasting rise."""
         return self.spike or self.lasting
 
 
 def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> Instability:
-    """Test the training loss for a peak and, where it has one, look at gradient and sharpness between its flanks.
+    """Test the training loss for a peak and, if it has one, examine gradient and sharpness between its flanks.
 
-    Each looks at every point between the flanks (sharpness at the flanks too), so its limit is at level ÷ points. A
-    gradient spike: at least twice the norm at the left flank, and the limit of the seed-paired ratio above 1.
+    Each is examined at every point between the flanks (sharpness at the flanks too), so its limit is at level ÷ points.
+    A gradient spike: at least twice the norm at the left flank, and the limit of the seed-paired ratio above 1.
     """
     if curve.train_loss is None:
         return Instability(None, evidence=["Training loss was not measured, so instability cannot be ruled out."])
@@ -90,7 +92,7 @@ def find_instability(curve: Curve, *, level: float, draws: int, seed: int) -> In
 
 
 def _rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
-    """(unstable, sentences) of a training loss that rises along the steps and does not come back."""
+    """Return (unstable, sentences) for a training loss that rises along the steps and does not come back."""
     if curve.axis not in ALONG_STEPS or curve.train_loss is None:
         return False, []
     shape = shape_of(replace(curve, test=curve.train_loss, metric="training loss", items=None), peak)
@@ -106,7 +108,7 @@ def _rise(curve: Curve, peak: PeakTest, level: float) -> tuple[bool, list[str]]:
 
 
 def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
-    """(spike, sentence); None if not recorded at the left flank and between."""
+    """Return (spike, sentence); None if not recorded at the left flank and between."""
     if curve.gradient_norm is None:
         return None
     flank, between = triple[0], range(triple[0] + 1, triple[2])
@@ -123,6 +125,7 @@ def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple
             best = (found.value, found.low, found.high, j)
     if best is None:
         return None
+    # `exp` overflows above 709.
     ratio, low, high = (math.exp(min(value, 700.0)) for value in best[:3])
     spike = ratio >= SPIKE and low > 1
     return spike, (
@@ -132,7 +135,7 @@ def _gradient(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple
 
 
 def _sharpness(curve: Curve, triple: tuple[int, int, int], level: float) -> tuple[bool, str] | None:
-    """(above its threshold, sentence); None if not recorded between the flanks."""
+    """Return (above its threshold, sentence); None if not recorded between the flanks."""
     if curve.sharpness is None:
         return None
     around = range(triple[0], triple[2] + 1)

@@ -1,4 +1,4 @@
-"""Intervals for small numbers of seeds: Student's t on means and on seed-paired differences. Imports nothing heavy."""
+"""Intervals for few seeds: Student's t on means and on seed-paired differences. No heavy imports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its two-sided interval; `low` and `high` are None below two values (no spread to learn from)."""
+    """Mean with its two-sided interval; `low` and `high` are None below two values (no spread to estimate)."""
 
     value: float
     low: float | None
@@ -22,12 +22,12 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """True if the interval exists and lies wholly on one side of zero."""
+        """True if the interval exists and is entirely on one side of zero."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
 def t_quantile(p: float, df: int) -> float:
-    """Quantile of Student's t with `df` degrees of freedom."""
+    """Return the quantile of Student's t with `df` degrees of freedom."""
     from scipy.special import stdtrit
 
     return float(stdtrit(df, p))
@@ -36,10 +36,9 @@ def t_quantile(p: float, df: int) -> float:
 def t_interval(
     values: Sequence[float], *, confidence: float = 0.95, bounds: tuple[float, float] | None = None
 ) -> Interval:
-    """Mean of `values` ± t·s/√n, the exact interval for independent Gaussian values.
+    """Return the mean of `values` ± t·s/√n, the exact interval for independent Gaussian values.
 
-    bounds: what the mean can be at all, such as (0, 1) for a share; cutting the interval there costs no coverage.
-
+    bounds: possible range of the mean, such as (0, 1) for a share; clipping the interval to it costs no coverage.
     Raises ValueError for no values or a value that is not finite.
     """
     n = len(values)
@@ -59,7 +58,7 @@ def t_interval(
 def paired_difference(
     ours: Mapping[Any, float], base: Mapping[Any, float], *, confidence: float = 0.95
 ) -> Interval | None:
-    """t-interval of `ours − base` over the keys (seeds) that both have; None if they share none.
+    """Return the t-interval of `ours − base` over the keys (seeds) that both have; None if they share none.
 
     Pairing removes what a seed does to both (subset, order, initialisation), which is most of the spread.
     """
@@ -68,10 +67,10 @@ def paired_difference(
 
 
 def paired_p(differences: Sequence[float]) -> float | None:
-    """Two-sided p of a paired t-test; None below two differences, and where they are alike but not zero.
+    """Return the two-sided p of a paired t-test; None below two differences, or if all are equal but not zero.
 
-    The test divides by their spread: with none it has no p, and a 0 would claim certainty that a few equal figures do
-    not give. Differences that are all zero have 1.
+    The test divides by their spread: without any it has no p, and 0 would claim a certainty that a few equal values do
+    not give. Differences that are all zero give 1.
     """
     from scipy.special import stdtr
 
@@ -86,12 +85,12 @@ def paired_p(differences: Sequence[float]) -> float | None:
 
 
 def _spread(differences: Sequence[float], sd: float) -> bool:
-    """Whether `sd` is more than the rounding of the differences themselves."""
+    """Return True if `sd` exceeds the rounding error of the differences."""
     return sd > 1e-9 * max(abs(d) for d in differences)
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's step-down adjustment (1979): adjusted p by name."""
+    """Return Holm's step-down adjusted p-values (1979) by name."""
     adjusted, running = {}, 0.0
     for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
         running = max(running, min(1.0, (len(p_values) - place) * p))
@@ -100,7 +99,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def detectable(differences: Sequence[float]) -> float | None:
-    """The effect that a two-sided 5 % test finds with a power of 80 %: (t.975 + t.80)·s_d/√S."""
+    """Return the effect that a two-sided 5 % test finds with a power of 80 %: (t.975 + t.80)·s_d/√S."""
     n = len(differences)
     if n < 2:
         return None
@@ -110,9 +109,9 @@ def detectable(differences: Sequence[float]) -> float | None:
 
 
 def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[str, Any] | None:
-    """ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's own difference.
+    """Test ours − base over shared seeds: mean, interval, p, detectable effect, and each seed's difference.
 
-    Where `paired_p` has no p there is no interval either. None without a shared seed.
+    If `paired_p` has no p, there is no interval either. None without a shared seed.
     """
     found = paired_difference(ours, base)
     if found is None:
@@ -120,7 +119,7 @@ def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[st
     by_seed = {str(s): ours[s] - base[s] for s in sorted(set(ours) & set(base))}
     differences = list(by_seed.values())
     result = {**asdict(found), "p": paired_p(differences), "detectable": detectable(differences), "by_seed": by_seed}
-    if result["p"] is None:  # one difference, or several alike: nothing to learn a width from
+    if result["p"] is None:  # one difference, or several equal ones: no width to estimate
         result |= {"low": None, "high": None, "detectable": None}
     return result
 
@@ -128,7 +127,7 @@ def paired_test(ours: Mapping[Any, float], base: Mapping[Any, float]) -> dict[st
 def seeds_by_items(
     differences: Sequence[np.ndarray], *, resamples: int, rng: np.random.Generator
 ) -> dict[str, float | int]:
-    """95 % percentile interval of the mean of the tables' means, over resampled seeds × test rows.
+    """Return the 95 % percentile interval of the mean of the tables' means, over resampled seeds × test rows.
 
     Args:
         differences: for each task (S, n) ours − base, item by item; all with the same seeds in the same order. Each
@@ -148,7 +147,7 @@ def seeds_by_items(
 
 
 def right_items(text: str) -> np.ndarray:
-    """(n,) float64: right (1) or wrong (0) by test row, from the text of 1 and 0 that a result keeps."""
+    """Return (n,) float64: right (1) or wrong (0) by test row, from the text of 1 and 0 in a result."""
     import numpy as np
 
     return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.float64) - 48

@@ -1,8 +1,8 @@
-"""Least squares in closed form on a kernel: predictions, leave-one-out, effective dimension; and curves carried on.
+"""Kernel least squares in closed form (predictions, leave-one-out, effective dimension), and extrapolated curves.
 
-The kernel is that of gradient features (Jacot et al. 2018), K = J Jᵀ. A ridge λ gives α = (K + λ)⁻¹ y, predictions
-K* α, leave-one-out residuals α_i / [(K + λ)⁻¹]_ii and the effective dimension Σ e/(e + λ); λ = 0 the least-norm fit,
-which is what training from zero to the end gives.
+The kernel is that of gradient features (Jacot et al. 2018), K = J Jᵀ. A ridge λ gives α = (K + λ)⁻¹ y, predictions K*
+α, leave-one-out residuals α_i / [(K + λ)⁻¹]_ii and the effective dimension Σ e/(e + λ); λ = 0 is the least-norm fit,
+the result of training from zero to the end.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from flatshift.experiments.statistics.intervals import Interval, t_quantile
 
 NOISE = 1e-10
-"""Eigenvalues below this share of the largest count as none: features are computed in float32."""
+"""Smallest share of the largest eigenvalue that counts: features are computed in float32."""
 
 INDEPENDENT = 1e-6
-"""A row whose label the fit follows to this part has features that no others make up."""
+"""Smallest part of a row's label that the fit must leave open for the row to count as dependent on others."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class KernelFit:
     test: np.ndarray
     left_out: np.ndarray
     effective: float
-    """Σ e/(e + λ): how many of the rows' labels the fit can choose freely."""
+    """Σ e/(e + λ): number of the rows' labels that the fit can choose freely."""
 
     def columns(self, some: slice) -> KernelFit:
-        """The fit of only these columns of labels; each column is fitted by itself."""
+        """Return the fit of only these columns of labels; each column is fitted separately."""
         return KernelFit(self.train[:, some], self.test[:, some], self.left_out[:, some], self.effective)
 
 
@@ -50,7 +50,7 @@ def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridge
         if np.isfinite(full).all():
             inverse = np.einsum("ij,j,ij->i", vectors, full, vectors)
             left_out = wanted - (vectors @ (full[:, None] * inside)) / inverse[:, None]
-        else:  # some rows depend on others: those stand by their residual, the independent ones as above
+        else:  # singular kernel: dependent rows by their residual, independent ones as above
             hat = np.einsum("ij,j,ij->i", vectors, shares, vectors)
             inverse = np.einsum("ij,j,ij->i", vectors, gains, vectors)
             apart = (1 - hat > INDEPENDENT)[:, None]
@@ -62,10 +62,10 @@ def kernel_fits(kernel: np.ndarray, cross: np.ndarray, wanted: np.ndarray, ridge
 
 
 def soonest(errors: np.ndarray, speeds: np.ndarray) -> int:
-    """Of settings whose predicted errors [S, J] cannot be told apart, the one that gradient descent fits soonest.
+    """Return the setting that gradient descent fits soonest among those with indistinguishable errors [S, J].
 
-    That is, of those whose mean error is above the least by no more than one standard error of the difference paired
-    by draw, the one with the greatest of speeds [J], the mean eigenvalue of its kernel.
+    Those are the settings whose mean error is at most one standard error above the least, paired by draw; the soonest
+    has the greatest of speeds [J], the mean eigenvalue of its kernel.
     """
     apart = errors - errors[:, [int(errors.mean(0).argmin())]]
     scatter = apart.std(0, ddof=1) / np.sqrt(len(errors)) if len(errors) > 1 else np.zeros(len(speeds))
@@ -76,12 +76,12 @@ _POWERS = np.linspace(0.1, 1.5, 29)
 
 
 def extrapolate(rows: Sequence[int], errors: np.ndarray, more: int, *, confidence: float = 0.8) -> Interval:
-    """By how much the error of one run changes with `more` rows beyond the last: mean over draws, and the interval that
-    a new run's own change lies in, with the scatter of draws and that of a run about its curve at both ends.
+    """Return the change in one run's error with `more` rows beyond the last: mean over draws and prediction interval.
 
-    rows: ascending. errors: [S, J]. Each draw's curve is continued by a + b·n^−c, the form that learning curves are
-    found to have (Hestness et al. 2017), a ≥ 0 and b ≥ 0, with the c that fits it best among those between half and
-    twice that of the mean curve: what is not known of c is then in the spread of the draws.
+    The interval is for a new run's own change; it includes the scatter of draws and that of a run about its curve at
+    both ends. rows: ascending. errors: [S, J]. Each draw's curve is continued by a + b·n^−c, the form found for
+    learning curves (Hestness et al. 2017), a ≥ 0 and b ≥ 0, with the c that fits it best between half and twice that of
+    the mean curve, so that the uncertainty about c is in the spread of the draws.
     """
     n = np.asarray(rows, dtype=np.float64)
 

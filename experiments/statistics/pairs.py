@@ -1,7 +1,7 @@
-"""Seed-paired differences between all points of a curve, with shrunken variances, and what flat curves give by chance.
+"""Seed-paired differences between all points of a curve, with shrunken variances, and their null distribution.
 
-An array of curves is [..., S, J]: S seeds (runs), J points of the axis. Matrices over pairs are [..., J, J] with
-entry [i, j] for "from point i to point j".
+An array of curves is [..., S, J]: S seeds (runs), J points of the axis. Matrices over pairs are [..., J, J] with entry
+[i, j] for "from point i to point j".
 
 Critical values are quantiles of the statistics on flat Gaussian curves of as many seeds and points. Their base draws
 (standard normal, a fixed seed) are made once for each S and J and reduced to means and covariances; a pattern of
@@ -19,16 +19,16 @@ import numpy as np
 from flatshift.finetune.seeds import numpy_generator
 
 PRIOR = 4
-"""Weight of the mean variance, in degrees of freedom: a variance of few seeds leans on those of the other points."""
+"""Weight of the mean variance, in degrees of freedom: a variance of few seeds is shrunk towards the other points."""
 
 PRIOR_OF_POINTS = 2
-"""The same for the variances that the critical value is computed for; less, since one taken for too small raises false
-alarms: with nine-fold variance at one point and five seeds a weight of 4 gives up to .057, of 2 up to .054."""
+"""The same for the variances behind the critical value; smaller, since an underestimate raises false alarms: with
+nine-fold variance at one point and five seeds a weight of 4 gives up to .057, of 2 up to .054."""
 
 
 @dataclass(frozen=True)
 class PointPairs:
-    """What the seeds of curves say about each pair of points."""
+    """Statistics over seeds for each pair of points."""
 
     seeds: int
     """S."""
@@ -46,15 +46,15 @@ class PointPairs:
 
     @property
     def t(self) -> np.ndarray:
-        """[..., J, J]: difference ÷ error; 0 where seeds do not differ at all, which shows nothing."""
+        """[..., J, J]: difference ÷ error; 0 if seeds do not differ at all, which is no evidence."""
         error = self.error
         return np.divide(self.difference, error, out=np.zeros_like(error), where=error > 0)
 
 
 def pairs_of(curves: np.ndarray, least: float = 0.0) -> PointPairs:
-    """Differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2).
+    """Return differences, variances and shrunken variances of `curves` [..., S, J] (finite, S ≥ 2, J ≥ 2).
 
-    least: variance that every point has at least, as the binomial one of n items: v̄ is then no less than twice it.
+    least: smallest variance of a point, such as the binomial one of n items: v̄ is then at least twice it.
     """
     seeds, points = curves.shape[-2:]
     mean = curves.mean(-2)
@@ -70,10 +70,11 @@ def pairs_of(curves: np.ndarray, least: float = 0.0) -> PointPairs:
 
 
 def point_variances(variance: np.ndarray, seeds: int, least: float = 0.0) -> np.ndarray:
-    """Shrunken variance of each point about its seed's curve, [..., J], from the pair variances [..., J, J], J ≥ 3.
+    """Return the shrunken variance of each point about its seed's curve, [..., J], from pair variances [..., J, J], J ≥
+    3.
 
-    With independent errors v_ij = σ_i² + σ_j², so Σ_j v_ij = (J − 2) σ_i² + Σ σ²; negative solutions count as 0.
-    The mean that they lean on is no less than `least`.
+    With independent errors v_ij = σ_i² + σ_j², so Σ_j v_ij = (J − 2) σ_i² + Σ σ²; negative solutions count as 0. The
+    mean that they are shrunk towards is at least `least`.
     """
     points = variance.shape[-1]
     total = variance.sum((-2, -1)) / (2 * (points - 1))
@@ -83,9 +84,9 @@ def point_variances(variance: np.ndarray, seeds: int, least: float = 0.0) -> np.
 
 
 def rises_and_falls(t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each point [..., J]: the largest t of a rise to it from the left, and of a fall from it to the right.
+    """Return for each point [..., J] the largest t of a rise to it from the left, and of a fall from it to the right.
 
-    −inf where there is no point on that side.
+    −inf if there is no point on that side.
     """
     points = t.shape[-1]
     before = np.triu(np.ones((points, points), dtype=bool), 1)  # [i, j] with i < j
@@ -95,7 +96,7 @@ def rises_and_falls(t: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 _BLOCK = 2000
-"""Draws handled at once: their arrays stay in the cache of a core."""
+"""Draws per block: their arrays fit in the cache of a core."""
 
 
 class Null:
@@ -121,7 +122,7 @@ class Null:
     def extremes(
         self, variances: np.ndarray | None = None, first: int | None = None, least: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[draws] each: max over i < j of t_ij, and of |t_ij|, in the `first` draws (None: all).
+        """Return max over i < j of t_ij, and of |t_ij|, each [draws], in the `first` draws (None: all).
 
         least: as for `pairs_of`, in the units of `variances`.
         """
@@ -141,7 +142,7 @@ class Null:
     def with_unit_shift(
         self, variances: np.ndarray | None = None, first: int | None = None, least: float = 0.0
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(t, by how much a true difference of one standard deviation moves it), [pairs, draws], of the `first` draws.
+        """Return (t, its shift by a true difference of one standard deviation), [pairs, draws], of the `first` draws.
 
         The standard deviation is that of the mean of `variances` [J] (None: all equal).
         """
@@ -150,12 +151,12 @@ class Null:
         return difference * per_unit, per_unit
 
     def _sd(self, variances: np.ndarray | None) -> np.ndarray:
-        """[J, 1]: standard deviations whose squares have a mean of 1."""
+        """Return [J, 1]: standard deviations whose squares have a mean of 1."""
         ones = np.ones(self.points) if variances is None else np.asarray(variances)
         return np.sqrt(ones / ones.mean()).astype(np.float32)[:, None]
 
     def _moments(self, sd: np.ndarray, here: slice, least: float) -> tuple[np.ndarray, np.ndarray]:
-        """[pairs i < j, draws]: mean difference and shrunken variance where the points have the given sd [J, 1].
+        """Return [pairs i < j, draws]: mean difference and shrunken variance for points of the given sd [J, 1].
 
         least: variance of a pair that the mean over pairs is raised to.
         """
@@ -172,23 +173,24 @@ class Null:
 
 
 def _known(variances: np.ndarray | None, least: float) -> float:
-    """The least variance of a pair in units of the mean of `variances`, as `Null._sd` has them."""
+    """Return the least variance of a pair in units of the mean of `variances`, as in `Null._sd`."""
     return 0.0 if variances is None or not least else 2 * least / float(np.mean(variances))
 
 
 @functools.lru_cache(maxsize=8)
 def null(seeds: int, points: int, draws: int, seed: int) -> Null:
-    """The draws for S and J, kept in memory (some 10 MB for 20,000 draws of 10 points)."""
+    """Return the draws for S and J, cached (some 10 MB for 20,000 draws of 10 points)."""
     return Null(seeds, points, draws, seed)
 
 
 def p_value(statistic: float, draws: np.ndarray) -> float:
-    """(1 + number of draws that reach `statistic`) / (1 + number of draws)."""
+    """Return (1 + number of draws that reach `statistic`) / (1 + number of draws)."""
     return (1 + int((draws >= statistic).sum())) / (1 + len(draws))
 
 
 def critical(draws: np.ndarray, level: float) -> float:
-    """The value that a statistic must exceed for a p-value of at most `level`; inf with too few draws for that."""
+    """Return the value that a statistic must exceed for a p-value of at most `level`; inf with too few draws for
+    that."""
     allowed = math.floor(level * (len(draws) + 1)) - 1
     if allowed < 0:
         return math.inf

@@ -1,5 +1,4 @@
-"""Is there a peak in a curve? A test whose error rate holds with few seeds, where the peak is, how high, and how many
-seeds.
+"""Peak test of a curve that is valid with few seeds, with the location, height and detectable height of the peak.
 
     test = peak_test(errors)          # [seeds, points], one run per seed at every point of the axis
     test.rejected, test.location, test.height, test.detectable
@@ -14,8 +13,7 @@ Resampling seeds and asking whether the maximum exceeds both sides is not a test
 **Seeds added until a verdict stands.** A test that is repeated at 5 % as seeds come in is wrong far more often than in
 5 % of cases. Here the level is spent (Lan & DeMets 1983, the function of Pocock's kind): after the share t of all seeds
 α·ln(1 + (e − 1)t) may have been used up, and each look tests at what the function grew by since the one before. By
-Boole's inequality the chance that any look names something wrongly is then at most α, however the looks depend on one
-another.
+Boole's inequality the chance of a wrong finding at any look is then at most α, however the looks depend on one another.
 """
 
 from __future__ import annotations
@@ -43,7 +41,8 @@ from flatshift.finetune.errors import UserError
 
 MOST_POINTS = 10
 FEWEST_SEEDS = 5
-"""With three seeds and a nine-fold variance at one point, false alarms reach .087 at a level of .05; five keep .054."""
+"""Fewest seeds: with three seeds and a nine-fold variance at one point, false alarms reach .087 at a level of .05; five
+keep .054."""
 FEWEST_POINTS = 3
 POWER = 0.8
 _POWER_DRAWS = 2000
@@ -51,7 +50,7 @@ _POWER_DRAWS = 2000
 
 
 class TooFewSeeds(UserError):
-    """Too few seeds with finite values at all points."""
+    """Error for too few seeds with finite values at all points."""
 
     def __init__(self, got: int, of: int) -> None:
         self.got, self.of = got, of
@@ -61,7 +60,7 @@ class TooFewSeeds(UserError):
         )
 
     def told(self, planned: int | None) -> str:
-        """The sentence where the plan has `planned` seeds and cells of it still wait: these may be enough."""
+        """Return the message for a plan of `planned` seeds with missing cells: the missing seeds may be enough."""
         if planned is None or self.got + planned - self.of < FEWEST_SEEDS:
             return str(self)
         return (
@@ -72,25 +71,25 @@ class TooFewSeeds(UserError):
 
 @dataclass(frozen=True)
 class Height:
-    """How far a peak stands above the higher of its two flanks, in the units of the curve."""
+    """Height of a peak above the higher of its two flanks, in the units of the curve."""
 
     estimate: float
     low: float
-    """0 where the test does not reject."""
+    """0 if the test does not reject."""
     high: float
-    """inf where the seeds do not differ at all."""
+    """inf if the seeds do not differ at all."""
 
 
 @dataclass(frozen=True)
 class Detectable:
-    """The height of a peak of one point that is found with a power of 80 % by this number of seeds and points.
+    """Height of a one-point peak found with a power of 80 % by this number of seeds and points.
 
-    With the variances of the curve's own points, at the inner point that scatters most: runs scatter most where a peak
-    of interpolation is expected.
+    Uses the variances of the curve's own points, at the noisiest inner point: runs scatter most where an interpolation
+    peak is expected.
     """
 
     height: float
-    """In the units of the curve; inf where the seeds do not differ at all."""
+    """In the units of the curve; inf if the seeds do not differ at all."""
     sd: float
     """In standard deviations of one run about its seed's curve, pooled over points."""
     point: int
@@ -101,36 +100,37 @@ class Detectable:
 
 @dataclass(frozen=True)
 class PeakTest:
-    """What `peak_test` found; indices are columns of the array it was given."""
+    """Result of `peak_test`; indices are columns of its input array."""
 
     statistic: float
     critical: float
     p_value: float
     rejected: bool
-    """A peak at `level`."""
+    """True if there is a peak at `level`."""
     triple: tuple[int, int, int] | None
     """Left flank, peak and right flank that attain the statistic; None if not rejected."""
     location: tuple[int, ...]
-    """Points that may be the highest mean between the two flanks; () if not rejected."""
+    """Points that may have the highest mean between the two flanks; () if not rejected."""
     height: Height
-    """Of the highest peak, with a two-sided interval at 1 − `level`."""
+    """Height of the highest peak, with a two-sided interval at 1 − `level`."""
     ceiling: float
-    """One-sided upper limit of the height of the highest peak at 1 − `level`: any peak that there is, is lower."""
+    """One-sided upper limit of the highest peak's height at 1 − `level`: any existing peak is lower."""
     detectable: Detectable
     sd: float
-    """Standard deviation of one run about its seed's curve, pooled over points; on the scale where it is not plain."""
+    """Standard deviation of one run about its seed's curve, pooled over points; on the transformed scale if there is
+    one."""
     hump: float
-    """The height's estimate in standard deviations of one run, as if all points scattered alike."""
+    """Estimated height in standard deviations of one run, as if all points scattered alike."""
     seeds: int
-    """Seeds that were judged."""
+    """Number of seeds tested."""
     points: tuple[int, ...]
-    """Points that were judged."""
+    """Columns tested."""
     diverged: tuple[int, ...]
     """Rows (seeds) left out for values that are not finite."""
     level: float
 
     def no_peak_above(self, delta: float) -> bool:
-        """Whether the data exclude every peak higher than `delta`, in curve units, at the test's level."""
+        """Return True if the data exclude every peak higher than `delta`, in curve units, at the test's level."""
         return self.ceiling <= delta
 
 
@@ -144,21 +144,21 @@ def peak_test(
             and differ between rows. At most 10 points, named beforehand (`thin` picks them without looking at y).
         level: false alarms among curves without a peak, and 1 − coverage of `location` and `height`.
         draws: flat curves behind the critical value; seed: of those draws.
-        scale: what the means are taken on, by `scale_of` (None: plain). Heights are given in the units of the values,
-            above the higher of the flanks; where none is shown, above the lowest points on both sides.
+        scale: transformation before means are taken, from `scale_of` (None: plain). Heights are in the units of the
+            values, above the higher of the flanks; if no peak is found, above the lowest points on both sides.
 
     Diverged runs: a point without a finite value in more than half of the seeds is left out, then every seed that lacks
-    one at a remaining point. What is left are whole curves, so pairing and the error rate stay; the statement is about
-    runs that do not diverge. A diverged run with finite values stays in: its own spread keeps it from making a peak.
+    one at a remaining point. Complete curves are left, so pairing and the error rate hold; the statement is about runs
+    that do not diverge. A diverged run with finite values stays in: its own spread keeps it from making a peak.
 
-    Location: with c' the critical value of max |t_ij| over all pairs of flat curves, a point between the flanks is
-    left out if another one between them is higher by more than c' standard errors. All pairs hold at once, so the set
-    misses the highest mean between the flanks with probability at most `level`, however the flanks were chosen.
+    Location: with c' the critical value of max |t_ij| over all pairs of flat curves, a point between the flanks is left
+    out if another one between them is higher by more than c' standard errors. All pairs hold at once, so the set misses
+    the highest mean between the flanks with probability at most `level`, however the flanks were chosen.
 
-    Height: the lower limit is min(μ_j − μ_i, μ_j − μ_l) of the found triple by the same all-pairs bounds (0 where they
+    Height: the lower limit is min(μ_j − μ_i, μ_j − μ_l) of the found triple by the same all-pairs bounds (0 if they
     reach below it). The upper limit is max over triples of min(u_ij, u_jl) with u the exact limits of the paired t: if
     a peak of height H exists, both its differences are at least H, and only if one of these two limits fails can the
-    maximum lie below H, so two limits share the error and the number of triples does not matter.
+    maximum be below H, so two limits share the error and the number of triples does not matter.
 
     Raises:
         UserError: not a table [seeds, points], more than 10 points, or fewer than 5 seeds or 3 points with values.
@@ -192,7 +192,7 @@ def peak_test(
     found_at = _needed(flat, threshold, variances, min(_POWER_DRAWS, draws), least)
     worst = int(np.argmax(found_at))
     even = detectable_sd(seeds, count, level=level, draws=draws, seed=seed)
-    sd = spread * unit if spread else math.inf  # seeds that do not differ find nothing, however high
+    sd = spread * unit if spread else math.inf  # seeds without any difference detect nothing, however high
     means = kept.mean(0)
     flanks = _valleys(means)  # of the inner points
 
@@ -235,9 +235,9 @@ def peak_test(
 def highest_between(
     curves: np.ndarray, left: int, right: int, *, level: float = 0.05, draws: int = 20_000, seed: int = 0
 ) -> tuple[int, ...]:
-    """Columns of `curves` [S, J] strictly between two others that may hold the highest mean there.
+    """Return the columns of `curves` [S, J] strictly between two others that may have the highest mean there.
 
-    As `PeakTest.location`, which is of the test's own flanks: curves that are to be compared need the same. Misses the
+    Like `PeakTest.location`, which uses the test's own flanks: curves to be compared need common ones. Misses the
     highest with probability at most `level`. All values must be finite.
     """
     moved, _ = scaled(np.asarray(curves, dtype=np.float64))
@@ -248,7 +248,7 @@ def highest_between(
 
 
 def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int, scale: MetricScale) -> PeakTest:
-    """`peak_test` for a verdict, which seeds that do not differ cannot give. Raises UserError for these too."""
+    """Run `peak_test` for a verdict. Raises UserError as it does, and also if the seeds do not differ."""
     test = peak_test(curves, level=level, draws=draws, seed=seed, scale=scale)
     if not test.sd:
         raise UserError("the seeds do not differ, so no test can be made")
@@ -256,14 +256,15 @@ def differing_test(curves: np.ndarray, *, level: float, draws: int, seed: int, s
 
 
 def scaled(kept: np.ndarray) -> tuple[np.ndarray, float]:
-    """(curves [S, J] less their first points, in units of the largest; that unit): squares of any units stay finite."""
+    """Return (curves [S, J] minus their first points, in units of the largest; that unit), so that squares stay
+    finite."""
     moved = kept - kept[:, :1]
     scale = float(np.abs(moved).max()) or 1.0
     return moved / scale, scale
 
 
 def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
-    """Rows and columns of `curves` [S, J] that are judged: see the policy for diverged runs in `peak_test`.
+    """Return the rows and columns of `curves` [S, J] to test, by the policy for diverged runs in `peak_test`.
 
     Raises UserError as `peak_test` does.
     """
@@ -283,7 +284,7 @@ def finite_part(curves: np.ndarray) -> tuple[list[int], list[int]]:
 
 
 def check_points(count: int) -> None:
-    """Raise UserError if a curve has more points than the test is made for."""
+    """Raise UserError if a curve has more points than the test supports."""
     if count > MOST_POINTS:
         raise UserError(
             f"the peak test takes at most {MOST_POINTS} points, got {count}: choose them beforehand, without looking "
@@ -293,10 +294,10 @@ def check_points(count: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 20_000, seed: int = 0) -> float:
-    """Height, in standard deviations of one run, of a peak that the test finds with a power of 80 %.
+    """Return the height, in standard deviations of one run, of a peak that the test finds with a power of 80 %.
 
-    The peak is the middle point, with one low point on either side (as between a valley and a second descent) and
-    equal variances.
+    The peak is the middle point, with one low point on either side (as between a valley and a second descent) and equal
+    variances.
     """
     flat = null(seeds, points, draws, seed)
     threshold = critical(flat.extremes()[0], level)
@@ -304,9 +305,9 @@ def detectable_sd(seeds: int, points: int, *, level: float = 0.05, draws: int = 
 
 
 def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, most: int = 100) -> int | None:
-    """Smallest number of seeds that finds a peak of `height_sd` standard deviations of one run with a power of 80 %.
+    """Return the smallest number of seeds that finds a peak of `height_sd` standard deviations with a power of 80 %.
 
-    None beyond `most` seeds. From 2,000 draws for each number tried.
+    `height_sd` is in standard deviations of one run. None beyond `most` seeds. Uses 2,000 draws for each number tried.
     """
 
     def enough(seeds: int) -> bool:
@@ -322,12 +323,10 @@ def seeds_needed(height_sd: float, points: int, *, level: float = 0.05, most: in
 
 
 def thin(values: Sequence[float], at_most: int = MOST_POINTS) -> tuple[int, ...]:
-    """Indices of at most `at_most` points, spread evenly on a log axis, first and last included.
+    """Return indices of at most `at_most` points, spread evenly on a log axis, first and last included.
 
-    values: ascending positions on the axis (steps, ranks, rows); a first value of 0 is allowed. What was measured
-    there plays no part, so the test stays valid.
-
-    Raises UserError for fewer than 3 points wanted or values that do not ascend.
+    values: ascending positions on the axis (steps, ranks, rows); a first value of 0 is allowed. The measurements play
+    no part, so the test stays valid. Raises UserError for fewer than 3 requested points or values that do not ascend.
     """
     x = np.asarray(values, dtype=np.float64)
     if at_most < FEWEST_POINTS:
@@ -355,7 +354,7 @@ def _needed(
     first: int | None = None,
     least: float = 0.0,
 ) -> np.ndarray:
-    """[J − 2]: for each inner point, the height of a peak there that is found with a power of 80 %.
+    """Return [J − 2]: for each inner point, the height of a peak there that is found with a power of 80 %.
 
     In standard deviations of the mean of `variances` [J] (None: all equal), from the `first` draws; the two neighbours
     are its flanks. For each flat draw the smallest sufficient height follows from the t's: a rise by h moves t_ij by
@@ -369,7 +368,7 @@ def _needed(
 
 
 def _flanks(t: np.ndarray, middle: int) -> tuple[int, int, int]:
-    """The middle with the points from which it rises and to which it falls most clearly."""
+    """Return the middle with the points from which it rises and to which it falls most clearly."""
     left = int(np.argmax(t[:middle, middle]))
     right = middle + 1 + int(np.argmax(t[middle + 1 :, middle]))
     return left, middle, right
@@ -392,15 +391,17 @@ def _height(pairs: PointPairs, triple: tuple[int, int, int] | None, threshold: f
 
 
 def _uppers(pairs: PointPairs, level: float) -> np.ndarray:
-    """[J − 2]: by inner point, upper limits (0 or more) of the height of a peak there; the largest is that of the
-    highest peak at 1 − level, from exact paired t limits at level/2 each."""
+    """Return [J − 2]: upper limits (0 or more) of the height of a peak at each inner point.
+
+    The largest is that of the highest peak at 1 − level, from exact paired t limits at level/2 each.
+    """
     limits = pairs.difference + t_quantile(1 - level / 2, pairs.seeds - 1) * np.sqrt(pairs.variance / pairs.seeds)
     rise, fall = rises_and_falls(limits)
     return np.maximum(0.0, np.minimum(rise, fall)[1:-1])
 
 
 def _valleys(means: np.ndarray) -> np.ndarray:
-    """[J − 2]: for each inner point, the higher of the lowest means on its two sides."""
+    """Return [J − 2]: for each inner point, the higher of the lowest means on its two sides."""
     left = np.minimum.accumulate(means)[:-2]
     right = np.minimum.accumulate(means[::-1])[::-1][2:]
     return np.maximum(left, right)
@@ -408,29 +409,28 @@ def _valleys(means: np.ndarray) -> np.ndarray:
 
 _CHOOSING = 3
 HOLDOUT_SEEDS = 8
-"""Seeds from which a peak is looked for once more: chosen on some, confirmed on the others."""
+"""Fewest seeds for a second peak test: triple chosen on some seeds, confirmed on the others."""
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """Two one-sided paired t-tests at a triple that other seeds chose."""
+    """Two one-sided paired t-tests at a triple chosen on other seeds."""
 
     triple: tuple[int, int, int]
     """Columns of left flank, peak and right flank, chosen on the first three seeds."""
     p_value: float
-    """The larger of the two p-values: both sides must fall away."""
+    """Larger of the two p-values: the curve must fall on both sides."""
     confirmed: bool
-    """Both tests reject at the level."""
+    """True if both tests reject at the level."""
     seeds: int
-    """Seeds that the tests used."""
+    """Number of seeds in the tests."""
 
 
 def holdout_test(curves: np.ndarray, *, level: float = 0.05) -> Holdout:
     """Confirm a peak without the calibration of `peak_test`: no flat curves, no shrinkage, no search on the same seeds.
 
-    curves: [S, J] as for `peak_test`, at least 8 seeds with finite values: three choose the triple, the others judge.
+    curves: [S, J] as for `peak_test`, at least 8 seeds with finite values: three choose the triple, the others test it.
     Both tests must reject at `level`, so false alarms stay below it; the power is lower than that of `peak_test`.
-
     Raises UserError for fewer than 8 seeds, and as `peak_test` does.
     """
     from scipy.special import stdtr
@@ -462,16 +462,16 @@ _GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Look:
-    """Seeds after which verdicts are made, and the level of each test there."""
+    """Number of seeds at which verdicts are made, and the level of each test there."""
 
     seeds: int
     level: float
 
 
 def looks(budget: int, *, level: float = 0.05) -> tuple[Look, ...]:
-    """Looks at 5 seeds, then at half as many again each time, up to `budget` seeds.
+    """Return looks at 5 seeds, then at half as many again each time, up to `budget` seeds.
 
-    Raises UserError for a budget below 5 seeds, which no test takes.
+    Raises UserError for a budget below 5 seeds, which is too few for the test.
     """
     if budget < FEWEST_SEEDS:
         raise UserError(f"--until decided: --seeds {budget} is the most to add, and a verdict needs {FEWEST_SEEDS}")

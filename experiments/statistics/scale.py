@@ -1,8 +1,8 @@
-"""The scale that a curve is judged on: chosen by what was measured, before any figure is looked at.
+"""Scale on which a curve is tested, chosen by the kind of metric before any value is seen.
 
 Scatter of a loss grows with the loss, and that of an error rate with p(1 − p): on the plain scale a few scattered runs
-hide a peak that all of them have. A logarithm (Bartlett 1947) and the arcsine of Anscombe (1948) make the scatter
-about the same everywhere. Both are monotone, so a curve of medians has a peak on the one scale exactly if on the other.
+hide a peak that all of them have. A logarithm (Bartlett 1947) and the arcsine of Anscombe (1948) make the scatter about
+the same everywhere. Both are monotone, so a curve of medians has a peak on the one scale exactly if on the other.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Literal
 import numpy as np
 
 _STARTED = 0.01
-"""A loss is log(y + c) with c this share of the median seed's highest value: spikes count in ratios, and what lies a
-hundred times below the top counts as fitted, however often it is halved."""
+"""Offset c of log(y + c) for a loss, as a share of the median seed's highest value: spikes count as ratios, and values
+a hundred times below the top count as fitted, however often they are halved."""
 _LOSSES = ("loss", "perplexity", "squared", "surprise")
 
 
@@ -26,19 +26,19 @@ class MetricScale:
     offset: float = 0.0
     """c of the logarithm."""
     items: int | None = None
-    """n of the arcsine: items behind each error rate; None: not known, and nothing is added."""
+    """n of the arcsine: items behind each error rate; None: unknown, and nothing is added."""
 
     @property
     def variance(self) -> float:
-        """Least variance of one run on the scale: 1/(4n + 2), what n items leave of an error rate; 0 elsewhere."""
+        """Least variance of one run on the scale: 1/(4n + 2) for an error rate of n items; 0 otherwise."""
         return 1 / (4 * self.items + 2) if self.name == "arcsine" and self.items else 0.0
 
     def least(self, unit: float) -> float:
-        """`variance` of values that were divided by `unit`."""
+        """Return `variance` for values that were divided by `unit`."""
         return self.variance / unit**2 if self.variance else 0.0
 
     def to(self, y: np.ndarray) -> np.ndarray:
-        """Values on the scale; what is not finite stays so."""
+        """Return values on the scale; those that are not finite stay so."""
         y = np.asarray(y, dtype=np.float64)
         if self.name == "log":
             return np.log(y + self.offset)
@@ -48,8 +48,9 @@ class MetricScale:
         return y
 
     def back(self, z: float) -> float:
-        """The value that lies at z."""
+        """Return the value at z."""
         if self.name == "log":
+            # `exp` overflows above 709.
             return float(np.exp(min(z, 700.0))) - self.offset
         if self.name == "arcsine":
             p = float(np.sin(np.clip(z, 0.0, np.pi / 2)) ** 2)
@@ -57,13 +58,13 @@ class MetricScale:
         return float(z)
 
     def above(self, z: float, height: float) -> float:
-        """`height` on the scale above z, in the units of the values."""
+        """Return `height` on the scale above z, in the units of the values."""
         if not np.isfinite(height):
             return height
         return height if self.name == "plain" else max(0.0, self.back(z + height) - self.back(z))
 
     def sentence(self) -> str | None:
-        """What a reader must know to check a figure; None on the plain scale."""
+        """Return a sentence on the scale, so that a reader can check the numbers; None on the plain scale."""
         if self.name == "log":
             return "Judged on the logarithm, as every loss is; levels are geometric means."
         if self.name == "arcsine":
@@ -73,10 +74,10 @@ class MetricScale:
 
 
 def scale_of(metric: str, values: np.ndarray, items: int | None = None) -> MetricScale:
-    """The scale of the figures called `metric`: losses log, error rates arcsine, everything else plain.
+    """Return the scale for the metric `metric`: losses log, error rates arcsine, everything else plain.
 
-    values: [S, J], of which only this is asked: whether they can be such figures at all (a loss below 0 or a rate
-    beyond 0 to 1 is judged plain), and where the logarithm starts.
+    values: [S, J], used only to check if they can be such a metric at all (a loss below 0 or a rate outside 0 to 1 gets
+    the plain scale), and for the offset of the logarithm.
     """
     finite = np.isfinite(values)
     held = values[finite]

@@ -14,7 +14,7 @@ from flatshift.experiments.statistics.peak import PeakTest, finite_part, scaled
 
 @dataclass(frozen=True)
 class Step:
-    """A significant difference between two points of a curve."""
+    """Significant difference between two points of a curve."""
 
     curve: Curve
     start: int
@@ -32,7 +32,7 @@ class Step:
         return abs(self.levels[1] - self.levels[0])
 
     def sentence(self, verb: str) -> str:
-        """`Test error VERB from 0.4 at rank 1 to 0.2 at rank 8 (t = 9, critical 3.4).`"""
+        """Return `Test error VERB from 0.4 at rank 1 to 0.2 at rank 8 (t = 9, critical 3.4).`"""
         curve = self.curve
         subject = curve.metric[:1].upper() + curve.metric[1:]
         return (
@@ -42,7 +42,7 @@ class Step:
 
 
 class CurveShape:
-    """Rises and falls between the points that the peak test judged.
+    """Rises and falls between the points of the peak test.
 
     The critical value is that of the largest rise anywhere on a flat curve; the largest fall has the same one. So
     whichever pair is shown, a curve without any rise (fall) shows one with probability at most the test's level.
@@ -56,29 +56,29 @@ class CurveShape:
         self._pairs, self._unit, self._means, self._t = pairs, unit, means, pairs.t
 
     def fall_before(self, column: int) -> Step | None:
-        """The clearest significant fall that ends left of `column`."""
+        """Return the clearest significant fall that ends left of `column`."""
         end = self.points.index(column)
         return self._clearest(-self._t[:end, :end])
 
     def rise_after(self, column: int) -> Step | None:
-        """The clearest significant rise from `column` or a later point."""
+        """Return the clearest significant rise from `column` or a later point."""
         start = self.points.index(column)
         return self._clearest(self._t[start:, start:], start)
 
     def largest_rise(self) -> Step | None:
-        """The clearest significant rise anywhere."""
+        """Return the clearest significant rise anywhere."""
         return self._clearest(self._t)
 
     def fall_to_the_end(self) -> Step | None:
-        """The fall from the first to the last point, if significant."""
+        """Return the fall from the first to the last point, if significant."""
         last = len(self.points) - 1
         return self._step(0, last, -self._t[0, last]) if -self._t[0, last] > self.test.critical else None
 
     def overfitting(self, level: float) -> str | None:
-        """A sentence if the curve rises from its lowest point to its last and does not come back.
+        """Return a sentence if the curve rises from its lowest point to its last and does not come back.
 
         Not coming back: from the highest later point on, no fall reaches half the rise, and the paired upper limit of
-        the largest one lies below the whole rise.
+        the largest one is below the whole rise.
         """
         means, back = self._means, self.curve.scale.back
         low, last = int(np.argmin(means)), len(means) - 1
@@ -118,7 +118,7 @@ class CurveShape:
 
 
 def shape_of(curve: Curve, test: PeakTest) -> CurveShape:
-    """Rises and falls of `curve.test`, of which `test` is the peak test."""
+    """Return the rises and falls of `curve.test`, whose peak test is `test`."""
     rows, points = finite_part(curve.test)
     kept = curve.scale.to(curve.test[np.ix_(rows, points)])
     moved, unit = scaled(kept)

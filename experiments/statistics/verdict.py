@@ -1,6 +1,6 @@
-"""What a curve shows: double descent, instability, overfitting, mixed, monotone or undecided, and why.
+"""Verdict on a curve: double descent, instability, overfitting, mixed, monotone or undecided, with evidence.
 
-Each kind must be earned by tests; what no test earns is `undecided`, with the sentence that says what would decide it.
+Each kind must be earned by tests; a curve that earns none is `undecided`, with a sentence on what would decide it.
 Every test has its own level; the verdict `double descent` needs five findings at once, so it is wrong less often.
 """
 
@@ -31,46 +31,48 @@ from flatshift.finetune.errors import UserError
 
 Kind = Literal["double descent", "instability", "overfitting", "mixed", "monotone", "undecided"]
 TOLERANCE = 0.2
-"""Monotone allows a peak of at most this share of the whole fall, unless told otherwise."""
+"""Largest peak that monotone allows by default, as a share of the whole fall."""
 
 
 @dataclass(frozen=True)
 class CurveVerdict:
-    """A name for a curve and the evidence for it."""
+    """Verdict on a curve and the evidence for it."""
 
     kind: Kind
     evidence: tuple[str, ...]
-    """Sentences with the figures that led to `kind`, what was missing, and what would decide."""
+    """Sentences with the numbers that led to `kind`, what was missing, and what would decide."""
     peak: PeakTest | None = None
-    """Of the test error; None with too few seeds or points, or seeds that do not differ."""
+    """Peak test of the test error; None with too few seeds or points, or seeds that do not differ."""
     train_peak: PeakTest | None = None
-    """Of the training loss; None if not measured, with too few seeds or points, or seeds that do not differ."""
+    """Peak test of the training loss; None if not measured, with too few seeds or points, or seeds that do not
+    differ."""
     threshold: float | None = None
-    """Where the mean training error crosses ε on the axis; None: not on it, or not measured."""
+    """Position where the mean training error crosses ε on the axis; None: not on it, or not measured."""
     crossing: Crossing | None = None
     """The same with its interval."""
     holdout: Holdout | None = None
-    """Confirmation on other seeds; only from eight seeds on, where the peak test rejects."""
+    """Confirmation on other seeds; only from eight seeds on, if the peak test rejects."""
     seeds_needed: int | None = None
-    """Seeds that find a peak as high as the largest hump with a power of 80 %; None beyond 100, or where not asked."""
+    """Number of seeds that find a peak as high as the largest hump with a power of 80 %; None beyond 100, or if not
+    computed."""
 
 
 def judge_curve(
     curve: Curve, *, level: float = 0.05, delta: float | None = None, draws: int = 20_000, seed: int = 0
 ) -> CurveVerdict:
-    """Judge one curve.
+    """Determine the verdict of one curve.
 
     - double descent: the test error has a peak, a significant fall to the left of it, no peak of the training loss, the
-      interpolation threshold lies inside the peak's location set or between it and the next point, and what was fitted
-      at the peak stays fitted while the test error falls.
+      interpolation threshold is inside the peak's location set or between it and the next point, and training data
+      fitted at the peak stay fitted while the test error falls.
     - instability: the training loss has a peak, where the gradient norm at least doubles or the sharpness exceeds its
-      stability threshold; or, along the steps, it rises for good by at least a fifth of what it had fallen.
+      stability threshold; or, along the steps, it rises permanently by at least a fifth of its previous fall.
     - overfitting: the test error rises significantly from its lowest point to the end and does not come back.
     - mixed: the first and one of the next two together.
     - monotone: the test error falls significantly from the first to the last point, never rises significantly, and
       every peak above `delta` is excluded.
 
-    A curve of the training loss itself (`Curve.training`) is named instability, monotone or undecided only.
+    A curve of the training loss itself (`Curve.training`) can be instability, monotone or undecided only.
 
     Args:
         level: of each test.
@@ -79,7 +81,7 @@ def judge_curve(
 
     Raises:
         UserError: more than 10 points (`Curve.thinned` chooses them), or level, delta or ε out of bounds. Too few seeds
-            or points, and seeds that do not differ, are no error: the verdict is undecided and says so.
+            or points, and seeds that do not differ, are no error: the verdict is undecided, with the reason.
     """
     check_points(len(curve.values))
     if not 0 < level < 0.5:
@@ -131,7 +133,8 @@ def judge_curve(
 
 
 def _threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Sequence[int]) -> Crossing | None:
-    """Of the same seeds and points as the peak test; None if the training error was not measured there."""
+    """Find the threshold on the seeds and points of the peak test; None if the training error was not measured
+    there."""
     if curve.train_error is None or len(points) < 2:
         return None
     errors = np.delete(curve.train_error, list(diverged), axis=0)[:, list(points)]
@@ -141,7 +144,7 @@ def _threshold(curve: Curve, diverged: Sequence[int] | np.ndarray, points: Seque
 
 
 def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
-    """That the axis cannot show an interpolation peak, where it cannot."""
+    """Return a sentence if the axis cannot show an interpolation peak, else None."""
     if found is None or found.value is not None or found.fitted == "some" or curve.training:
         return None
     cannot = f"so this axis cannot show a peak of interpolation; it needs values of {curve.axis}"
@@ -155,7 +158,7 @@ def _cannot_show(curve: Curve, found: Crossing | None) -> str | None:
 
 @dataclass
 class _Judged:
-    """The findings of one curve, and the names that they earn."""
+    """Findings on one curve, and the verdicts they earn."""
 
     curve: Curve
     peak: PeakTest
@@ -166,7 +169,7 @@ class _Judged:
     seeds_needed: int | None = None
 
     def with_peak(self) -> tuple[Kind, list[str]]:
-        """The name of a curve whose test error has a peak."""
+        """Return the verdict for a test error with a peak."""
         evidence = [self._peak_sentence()]
         assert self.peak.triple is not None
         descent = self.shape.fall_before(self.peak.triple[1])
@@ -195,14 +198,14 @@ class _Judged:
         return "undecided", [*evidence, "A peak, but not every finding that a name for it needs."]
 
     def without_peak(self, delta: float | None) -> tuple[Kind, list[str]]:
-        """The name of a curve whose test error has no peak that these seeds can show."""
+        """Return the verdict for a test error without a peak that these seeds can show."""
         overfit = self.shape.overfitting(self.level)
         evidence = [] if overfit is None else [overfit]
         last = [*self.bump.evidence, *self._nothing_sentences()]
         open_end = [*last, *self._hump_sentences()]
         if self.bump.spike:
             return ("mixed" if overfit else "instability"), [*evidence, *last]
-        if self.bump.lasting:  # what is not fitted any more is not overfitted
+        if self.bump.lasting:  # data that are not fitted any more are not overfitted
             return "instability", [*evidence, *last]
         if self.bump.found:
             return "undecided", [*evidence, *open_end]
@@ -212,7 +215,7 @@ class _Judged:
         return ("monotone", [*found, *last]) if monotone else ("undecided", [*found, *open_end])
 
     def of_training(self, delta: float | None) -> tuple[Kind, list[str]]:
-        """The name of a curve of the training loss itself."""
+        """Return the verdict for a curve of the training loss itself."""
         evidence = list(self.bump.evidence)
         if self.bump.unstable:
             return "instability", evidence
@@ -227,7 +230,7 @@ class _Judged:
         return "undecided", [*evidence, *found, *self._hump_sentences()]
 
     def _fall(self, delta: float | None) -> tuple[bool, list[str]]:
-        """(the curve falls and every peak that matters is excluded, in words)."""
+        """Return (True if the curve falls and every peak that matters is excluded, sentences)."""
         fall = self.shape.fall_to_the_end()
         if fall is None or self.shape.largest_rise() is not None:
             return False, []
@@ -261,7 +264,7 @@ class _Judged:
         )
 
     def _threshold_sentence(self) -> tuple[bool, str]:
-        """Whether the interpolation threshold is where the peak is, in words."""
+        """Return (True if the interpolation threshold is at the peak, sentence)."""
         curve, found = self.curve, self.threshold
         if found is None:
             return False, "Training error was not measured, so the interpolation threshold is unknown."
@@ -280,9 +283,10 @@ class _Judged:
         )
 
     def _unfitted_sentence(self) -> str | None:
-        """That the fall after the peak goes with training data that are not fitted any more; None if it does not.
+        """Return a sentence if the fall after the peak coincides with training data no longer fitted; None otherwise.
 
-        Only where the training error fell towards the peak: along rows it rises, and what is fitted lies on the left.
+        Applies only if the training error fell towards the peak: along rows it rises, and the fitted part is on the
+        left.
         """
         curve, triple = self.curve, self.peak.triple
         if curve.train_error is None or triple is None:
@@ -302,13 +306,13 @@ class _Judged:
         )
 
     def _train_errors(self, points: Sequence[int]) -> np.ndarray:
-        """[S, points]: training errors of the judged seeds that have all of them."""
+        """Return [S, points]: training errors of the tested seeds that have all of them."""
         assert self.curve.train_error is not None
         errors = np.delete(self.curve.train_error, list(self.peak.diverged), axis=0)[:, list(points)]
         return errors[np.isfinite(errors).all(1)]
 
     def _open_end_sentence(self) -> str | None:
-        """That the right end is not fitted again, though points before it are; None if it is, or none is."""
+        """Return a sentence if the right end is not fitted again, though points before it are; None otherwise."""
         curve, found, points = self.curve, self.threshold, self.peak.points
         if found is None or found.rising or found.fitted != "some":
             return None
@@ -323,7 +327,7 @@ class _Judged:
         return f"{said} (not significantly). That the axis ends with fitted data is not shown."
 
     def _nothing_sentences(self) -> list[str]:
-        """What was not found, what could have been, and whether it can be on this axis."""
+        """Describe the missing peak, the smallest one that would be found, and if the axis can show one at all."""
         curve, peak = self.curve, self.peak
         found = peak.detectable
         cannot = _cannot_show(curve, self.threshold) or self._open_end_sentence()
@@ -337,7 +341,7 @@ class _Judged:
         ]
 
     def _hump_sentences(self) -> list[str]:
-        """How high the largest hump is, and how many seeds would show it."""
+        """Describe the height of the largest hump, and how many seeds would show it."""
         curve, peak = self.curve, self.peak
         if not (peak.sd > 0 and peak.height.estimate > 0):
             return []

@@ -1,4 +1,4 @@
-"""Studies: cells that train as `flatshift train` does, one queue, one result; sweeps and comparisons are plans."""
+"""Studies: cells trained as by `flatshift train`, one queue, one kind of result; sweeps and comparisons are plans."""
 
 from flatshift.experiments.studies.cell import Cell, Result, cell_of, finish_cell, run_cell
 from flatshift.experiments.studies.queue import run_cells, start_worker

@@ -1,10 +1,10 @@
-"""One cell of a study: what names it, how it runs, and the result that it leaves behind.
+"""One cell of a study: its key, its run, and its result.
 
     cell = cell_of(load_recipe("warmup"), point={"adapter.rank": 4}, seed=0)
     run_cell(out / "cells" / cell.key, cell, threads=1)
 
-A cell is a recipe and a key: the hash of all that its result depends on. It trains as `flatshift train` does. Its
-`result.json` is written last and whole: a directory without one is unfinished and is made anew.
+A cell is a recipe and a key: the hash of everything its result depends on. It trains as `flatshift train` does. Its
+`result.json` is written last and atomically: a directory without one is unfinished and is run again.
 """
 
 from __future__ import annotations
@@ -44,48 +44,48 @@ class Cell:
     key: str
     """Hash that names its directory."""
     point: dict[str, Any]
-    """What the study varies: dotted key → value, as tables name it."""
+    """Settings varied by the study: dotted key → value, as named in tables."""
     seed: int
     resolved: Resolved
     laid: Mapping[str, Any] = field(default_factory=dict)
-    """Dotted key → value as written, which makes the same cell again; empty where no grid made it."""
+    """Dotted key → value as written, which rebuild the same cell; empty if it is not from a grid."""
     probe: Callable[[], FineTuneProbe] | None = None
-    """Makes what measures more than a run's own figures; can be sent to another process."""
+    """Factory of a probe that measures more than a run's own metrics; picklable, for worker processes."""
 
     @property
     def label(self) -> str:
-        """For a person."""
+        """Readable name."""
         return f"{label_of(self.point)} seed={self.seed}".strip()
 
 
 def label_of(point: Mapping[str, Any]) -> str:
-    """`adapter.rank=4 train.steps=100`."""
+    """Format a point: `adapter.rank=4 train.steps=100`."""
     return " ".join(f"{key}={value}" for key, value in point.items())
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a cell ended (`flatshift.experiments.results.cells` says what each status means)."""
+    """Outcome of a cell (`flatshift.experiments.results.cells` defines each status)."""
 
     status: Status
     reason: str | None = None
-    """Why it has no figures; None when done."""
+    """Reason for missing metrics; None when done."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """Its eval.json: {split: {metric: {"value", …}}}; empty unless done."""
+    """Contents of its eval.json: {split: {metric: {"value", …}}}; empty unless done."""
     seconds: float = 0.0
     """Wall time."""
     figures: dict[str, Any] | None = None
-    """What its probe found; None without one."""
+    """Results of its probe; None without one."""
     checks: dict[str, str] = field(default_factory=dict)
     """Findings of `data.checks` in its rows: kind → sentence."""
 
 
 def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mapping[str, Any] | None = None) -> Cell:
-    """The cell of a resolved recipe, keyed by all that its result depends on.
+    """Return the cell of a resolved recipe, with a key over everything its result depends on.
 
-    That is every value but the sweep block itself, device and threads (of `train.precision: auto` what it comes to
-    here), and the bytes of the input files, of a backbone that is a local directory (its tokenizer too), and of an
-    adapter that it begins with.
+    That is every value except the sweep block, device and threads (`train.precision: auto` counts as its resolved
+    value), and the bytes of the input files, of a backbone in a local directory (its tokenizer too), and of an initial
+    adapter.
     """
     from flatshift.experiments.recipe.auto import resolve_auto
     from flatshift.experiments.workflows.run_parts import recipe_inputs
@@ -101,7 +101,7 @@ def cell_of(resolved: Resolved, *, point: dict[str, Any], seed: int, laid: Mappi
 
 
 def settings_digests(recipe: Recipe) -> list[list[str]]:
-    """[setting, digest] of what settings name outside of the recipe: a chat template, adapters to begin with."""
+    """Return [setting, digest] of files that settings refer to: a chat template, initial adapters."""
     found = []
     if (template := recipe.task.template_record()) is not None:
         found.append(["template", template["sha256"]])
@@ -113,7 +113,7 @@ def settings_digests(recipe: Recipe) -> list[list[str]]:
 
 @functools.cache
 def _backbone_digests(name: str) -> list[list[str]]:
-    """[file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
+    """Return [file, digest] of weights, configuration and tokenizer in a local directory; none for any other name."""
     from flatshift.finetune import assets
 
     directory = user_path(name)
@@ -132,14 +132,15 @@ def _adapter_digest(name: str, where: str) -> str:
 
 @functools.cache
 def file_digest(path: str) -> list[str]:
-    """SHA-256 of each data file that `path` stands for."""
+    """Return the SHA-256 of each data file that `path` expands to."""
     from flatshift.finetune.data.files import describe
 
     return [entry["sha256"] for entry in describe([path])]
 
 
 def without_cache(recipe: Recipe) -> Recipe:
-    """A cell's recipe: `data.cache: auto` keeps no rows that its seed chose, which hardly another cell reads again."""
+    """Return a cell's recipe, where `data.cache: auto` does not cache rows drawn by its seed: other cells rarely reuse
+    them."""
     data = recipe.data
     if data.cache != "auto" or not (data.label_noise or data.train.limit):
         return recipe
@@ -157,6 +158,7 @@ def run_cell(directory: Path, cell: Cell, threads: int | None) -> bool:
     if threads is not None and recipe.train.threads is None:
         recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, threads=threads))
     with disk_full_interrupts(f"running cell {cell.key}"):
+        # A directory without a result is left from a killed run.
         if directory.exists():
             shutil.rmtree(directory)
         result, fit = result_of(lambda: train_cell(directory, cell, recipe), directory)
@@ -198,9 +200,9 @@ def _refuse_broken(metrics: Mapping[str, Any]) -> None:
 
 
 def result_of(measure: Callable[[], Result], directory: Path) -> tuple[Result, bool]:
-    """Call `measure`; (what came of the cell, whether this process is fit for another).
+    """Call `measure`; return (result of the cell, True if this process can run another).
 
-    An error that nobody foresaw goes into the cell's log.txt with its trace. Interrupted and a full disk pass through.
+    An unexpected error goes into the cell's log.txt with its traceback. Interrupted and a full disk pass through.
     """
     started = time.monotonic()
     fit = True
@@ -223,7 +225,7 @@ def result_of(measure: Callable[[], Result], directory: Path) -> tuple[Result, b
 
 
 def finish_cell(directory: Path, cell: Cell, result: Result) -> None:
-    """Write a cell's result.json, making `directory` if need be; from then on the cell is never run again."""
+    """Write a cell's result.json, creating `directory` if necessary; the cell is never run again after that."""
     directory.mkdir(parents=True, exist_ok=True)
     found = dataclasses.asdict(result)
     for name in ("figures", "checks"):
@@ -246,19 +248,19 @@ def finish_cell(directory: Path, cell: Cell, result: Result) -> None:
 
 
 def drop_result(directory: Path) -> None:
-    """Forget the result of a cell, wherever it is kept, before the cell runs anew."""
+    """Delete the result of a cell, wherever it is kept, before the cell runs again."""
     for path in result_files(directory):
         path.unlink(missing_ok=True)
 
 
 def _records_of(directory: Path) -> list[Path]:
-    """The files of a cell's directory that its figures come from, but for its result."""
+    """Return the files of a cell's directory that its metrics come from, except its result."""
     found = [file for end in ("*.json*", "*.yaml") for file in directory.glob(end) if file.name != RESULT]
     return [file for file in found if file.is_file() and not file.name.startswith(".")]
 
 
 def _best_step(directory: Path) -> int | None:
-    """The step whose adapter was judged: the best on dev; None without a dev set, or if training did not end."""
+    """Return the step of the evaluated adapter: the best on dev; None without a dev set, or if training did not end."""
     try:
         done = json.loads((directory / _DONE).read_bytes())
     except FileNotFoundError:

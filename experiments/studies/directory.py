@@ -1,4 +1,4 @@
-"""A study's directory: who works on it, and which of its cells are finished."""
+"""Directory of a study: the workers in it, and its finished cells."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import taken
 
 WORKERS = ".workers.lock"
-"""Held by every worker process for as long as it may write into cells."""
+"""Lock file that every worker process holds for as long as it may write into cells."""
 _ORPHANS_S = 30.0
 
 
 @contextmanager
 def study_lock(out: Path) -> Iterator[None]:
-    """Held by a worker for as long as it may write into cells."""
+    """Hold the lock of a worker that may write into cells."""
     fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        while taken(fd, shared=True) is False:  # somebody looks for orphans
+        while taken(fd, shared=True) is False:  # another command is waiting for orphans
             time.sleep(0.01)
         yield
     finally:
@@ -36,7 +36,7 @@ def study_lock(out: Path) -> Iterator[None]:
 
 
 def await_orphans(out: Path) -> None:
-    """Wait until the workers of a killed study are gone: they find out within a second that they are orphans.
+    """Wait until the workers of a killed study are gone: they notice within a second that they are orphans.
 
     Raises UserError if one stays.
     """
@@ -44,6 +44,7 @@ def await_orphans(out: Path) -> None:
     deadline = time.monotonic() + _ORPHANS_S
     fd = os.open(out / WORKERS, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        # None: this file system has no locks.
         while taken(fd) is False:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -56,32 +57,32 @@ def await_orphans(out: Path) -> None:
 
 
 def note_finished(out: Path, names: Iterable[str]) -> None:
-    """Write done.json: SHA-256 of those of `names` that are there, and of what each cell keeps
+    """Write done.json: SHA-256 of the existing files among `names`, and of the files of each cell
     (`flatshift.finetune.digests`)."""
     kept = [*(out / name for name in names), *(out / "cells").glob("*/*.json*"), *(out / "cells").glob("*/*.yaml")]
     write_json(out / DONE, {FILES: sums(out, [file for file in kept if file.is_file()])})
 
 
 def results_of(out: Path, cells: Sequence[Cell]) -> dict[str, dict[str, Any]]:
-    """Key → result, without its metrics, of those cells that have one. Raises UserError for one that cannot be read."""
+    """Return key → result, without metrics, of the cells that have one. Raises UserError for an unreadable one."""
     found = {}
     for key in dict.fromkeys(cell.key for cell in cells):
         result = read_result(out / "cells" / key)
         if result is not None:
-            result.pop("metrics", None)  # thousands of cells are held at once
+            result.pop("metrics", None)  # thousands of cells are in memory at once
             found[key] = result
     return found
 
 
 def stale(results: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Key → `version code` of the results that other code made than this."""
+    """Return key → `version code` of results from a different version of the code."""
     now = (flatshift_version(), source_digest())
     made = {key: (result.get("flatshift"), result.get("code")) for key, result in results.items()}
     return {key: f"{v or 'unknown'} {code or 'unknown'}" for key, (v, code) in made.items() if (v, code) != now}
 
 
 def stale_keys(results: dict[str, dict[str, Any]], console: Console, *, rerun: bool) -> set[str]:
-    """Keys of the finished cells that other code made and that run anew for it; says how many there are."""
+    """Return the keys of finished cells from different code if they are to run again; print how many there are."""
     made = stale(results)
     if made:
         versions = ", ".join(f"{count} by flatshift {name}" for name, count in Counter(made.values()).most_common())

@@ -1,14 +1,14 @@
-"""Claims that hosts make on the cells of a directory which they share, and lose when they die: leases.
+"""Leases on the cells of a directory shared by several hosts: claims that lapse when their owner dies.
 
     with Leases(out / CLAIMS, seconds=60) as leases:
         if leases.take(cell.key):
             ...                     # nobody else does
             leases.release(cell.key)
 
-A claim is a file `NAME-N`, made exclusively, which network file systems do for all their clients (NFS from
-version 3 on); locks of one host's kernel are not asked. Of several the largest N holds. Its owner changes it several
-times within `seconds`; whoever has not seen it change for so long, by a clock of his own, takes N + 1. Times of files
-and the clocks of other hosts are never compared, so they may be wrong by any amount.
+A claim is a file `NAME-N`, created exclusively, which network file systems support for all their clients (NFS from
+version 3 on); locks of one host's kernel are not used. The claim with the largest N is valid. Its owner changes it
+several times within `seconds`; a process that has seen no change for so long, by its own clock, takes N + 1. Times of
+files and the clocks of other hosts are never compared, so they may be wrong by any amount.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from types import TracebackType
 from flatshift.finetune.errors import UserError
 
 CLAIMS = ".claims"
-"""The folder of them in a study's directory."""
+"""Folder of the claims in a study's directory."""
 _CLAIM = re.compile(r"(?P<name>.+)-(?P<number>\d+)")
 _BEATS = 4
-"""Signs of life within the time after which a claim lapses."""
+"""Number of heartbeats within the time after which a claim lapses."""
 _PAUSE_S = 0.2
 SHORTEST_S, LONGEST_S = 1.0, 86_400.0
 
 
 class Leases:
-    """This process's claims in a folder, renewed by a thread of its own while the context lasts.
+    """Claims of this process in a folder, renewed by a thread while the context is open.
 
-    seconds: without a sign of life, after which another's claim lapses. lost: told the name of a claim that somebody
-    else has taken over, from that thread: this process was held up for longer than `seconds`, and must not go on.
+    seconds: time without a heartbeat after which another's claim lapses. lost: called in that thread with the name of a
+    claim that another process has taken over: this process was stalled for longer than `seconds` and must stop.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Leases:
         self._me = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}"
         self._held: dict[str, Path] = {}
         self._seen: dict[Path, tuple[bytes, float]] = {}
-        """Others' claims: what stood in them, and since when."""
+        """Claims of others: their last content, and when it was first seen."""
         self._later: dict[str, float] = {}
-        """Names that another holds, and when to look again."""
+        """Names that another process holds, and when to check again."""
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="leases", daemon=True)
@@ -77,7 +77,7 @@ class Leases:
             self._folder.rmdir()
 
     def take(self, name: str) -> bool:
-        """Claim `name` if nobody does, or if whoever does has given no sign of life for so long; whether it is ours."""
+        """Claim `name` if it is free or its owner has had no heartbeat for `seconds`; return True if it is ours."""
         if name in self._held:
             return True
         now = self._clock()
@@ -85,18 +85,20 @@ class Leases:
             return False
         number, path = self._newest(name)
         if path is not None and not self._lapsed(path, now):
+            # No need to list the folder again before the next heartbeat.
             self._later[name] = now + self._seconds / _BEATS
             return False
         mine = self._folder / f"{name}-{number + 1}"
         try:
             fd = os.open(mine, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except (FileExistsError, FileNotFoundError):  # another was faster, or ended and took the folder away
+        except (FileExistsError, FileNotFoundError):  # another was faster, or ended and deleted the folder
             return False
         with os.fdopen(fd, "wb") as handle:
             handle.write(self._sign())
         with self._lock:
             self._held[name] = mine
         self._later.pop(name, None)
+        # Only now: without any claim in the folder, another process could start again at number 0.
         for old in range(number + 1):
             (self._folder / f"{name}-{old}").unlink(missing_ok=True)
         return True
@@ -110,7 +112,7 @@ class Leases:
 
     @contextlib.contextmanager
     def exclusive(self, name: str, *, waits: Callable[[str], None]) -> Iterator[None]:
-        """Hold `name`, waiting as long as another does; `waits` is told once who that is."""
+        """Hold `name`, waiting as long as another does; `waits` is called once with the holder."""
         told = False
         while not self.take(name):
             if not told and (path := self._newest(name)[1]) is not None:
@@ -124,8 +126,8 @@ class Leases:
             self.release(name)
 
     def _newest(self, name: str) -> tuple[int, Path | None]:
-        """The largest number of a claim on `name`, and its file; −1 and None: there is none."""
-        self._folder.mkdir(parents=True, exist_ok=True)  # who was alone took it away at his end
+        """Return the largest number of a claim on `name`, and its file; (−1, None) without one."""
+        self._folder.mkdir(parents=True, exist_ok=True)  # a process that ended may have deleted it
         with os.scandir(self._folder) as entries:
             found = [_CLAIM.fullmatch(entry.name) for entry in entries]
         numbers = [int(one["number"]) for one in found if one is not None and one["name"] == name]
@@ -134,10 +136,10 @@ class Leases:
         return max(numbers), self._folder / f"{name}-{max(numbers)}"
 
     def _lapsed(self, path: Path, now: float) -> bool:
-        """Whether the claim has not changed for `seconds` while this process looked at it."""
+        """Return True if the claim has not changed for `seconds` while this process watched it."""
         try:
             words = path.read_bytes()
-        except FileNotFoundError:  # given up meanwhile
+        except FileNotFoundError:  # released in the meantime
             return False
         before, since = self._seen.get(path, (None, now))
         if words != before:
@@ -158,10 +160,11 @@ class Leases:
                     self._lost(name)
 
     def _renewed(self, name: str, path: Path) -> bool:
-        """Give a sign of life; False: the claim is another's now."""
+        """Write a heartbeat; return False if the claim now belongs to another."""
         with self._lock:
             if self._held.get(name) != path:
                 return True
+            # The next number exists only if another process saw our claim lapse.
             following = path.with_name(f"{name}-{int(path.name.rpartition('-')[2]) + 1}")
             try:
                 if following.exists():
@@ -169,7 +172,7 @@ class Leases:
                 fd = os.open(path, os.O_WRONLY | os.O_TRUNC)
             except FileNotFoundError:
                 return False
-            except OSError:  # the file system is away: others see no sign of life, and may take over
+            except OSError:  # the file system is away: others see no heartbeat, and may take over
                 return True
             with os.fdopen(fd, "wb") as handle:
                 handle.write(self._sign())
@@ -177,7 +180,7 @@ class Leases:
 
 
 def holder(claim: Path) -> str:
-    """`process 12 on host-a`, of a claim's file; `somebody` where it says nothing."""
+    """Return the holder of a claim file, `process 12 on host-a`; `somebody` if it is unreadable."""
     try:
         words = claim.read_text(encoding="utf-8", errors="replace").split()
     except OSError:
@@ -186,12 +189,12 @@ def holder(claim: Path) -> str:
 
 
 def claims_of(out: Path) -> list[Path]:
-    """The files of all claims in a study's directory, the dead's too."""
+    """Return the files of all claims in a study's directory, lapsed ones included."""
     return sorted((out / CLAIMS).glob("*-*"))
 
 
 def refuse_claims(out: Path) -> None:
-    """Raise UserError where hosts that share the study's directory have claims in it."""
+    """Raise UserError if hosts that share the study's directory have claims in it."""
     if found := claims_of(out):
         raise UserError(
             f"{out} is worked on by {holder(found[0])}, which shares it; add --shared to take part (it takes over what "

@@ -1,4 +1,4 @@
-"""How far a study is, and how long it still takes: a live table on a terminal, a line every ten seconds elsewhere.
+"""Progress of a study and its remaining time: a live table on a terminal, a line every ten seconds elsewhere.
 
 progress = Progress(cells, results, console, label="sweep", workers=4)
 with progress.shown():
@@ -17,15 +17,14 @@ from flatshift.experiments.run.console import Console
 from flatshift.experiments.studies.cell import Cell, label_of
 
 _ENOUGH = 4
-"""Cells from which on the three coefficients of a `CostModel` are fitted; before, time is taken as proportional to the
-tokens."""
+"""Fewest finished cells to fit the three coefficients of a `CostModel`; below, time is proportional to the tokens."""
 _EVERY_S = 10.0
 _ROWS = 20
-"""Points that the live table shows; of more, those where something happens."""
+"""Most points in the live table; with more, active ones are shown."""
 
 
 def work_of(cell: Cell) -> tuple[float, float, float]:
-    """(1, tokens that all updates see at most, those tokens · rank): what the time of a cell is made of."""
+    """Return the terms of a cell's time: (1, tokens of all steps at most, those tokens · rank)."""
     recipe = cell.resolved.recipe
     train, warmup = recipe.train, recipe.warmup
     rows = train.steps * train.batch_size * train.accumulate
@@ -36,10 +35,10 @@ def work_of(cell: Cell) -> tuple[float, float, float]:
 
 
 class CostModel:
-    """Predicts the seconds of cells.
+    """Predict the seconds of cells.
 
-    A point that has finished cells takes their mean. Others: seconds ≈ a + b·tokens + c·tokens·rank with a, b, c ≥ 0,
-    fitted to the relative error of the finished cells.
+    A point with finished cells gets their mean. Others: seconds ≈ a + b·tokens + c·tokens·rank with a, b, c ≥ 0, fitted
+    to the relative error of the finished cells.
     """
 
     def __init__(self) -> None:
@@ -49,14 +48,14 @@ class CostModel:
         self._fitted: tuple[int, tuple[float, float, float]] | None = None
 
     def observe(self, cell: Cell, seconds: float) -> None:
-        """A cell took `seconds`."""
+        """Record that a cell took `seconds`."""
         if seconds > 0:
             self._rows.append(work_of(cell))
             self._seconds.append(seconds)
             self._points[label_of(cell.point)].append(seconds)
 
     def predict(self, cells: Iterable[Cell]) -> float | None:
-        """Seconds of all `cells` together, one after another; None while nothing has finished."""
+        """Return the seconds of all `cells` together, one after another; None while nothing has finished."""
         if not self._seconds:
             return None
         weights = self._weights()
@@ -83,14 +82,14 @@ class CostModel:
 
         seconds = np.array(self._seconds)
         relative = np.array(self._rows) / seconds[:, None]
-        scale = relative.max(axis=0)  # tokens are millions: columns of one size
+        scale = relative.max(axis=0)  # tokens are millions: scale the columns to one size
         found, _ = nnls(relative / scale, np.ones(len(seconds)))
         a, b, c = (found / scale).tolist()
         return a, b, c
 
 
 class CellProgress:
-    """Counts cells by point and state, and says what is left.
+    """Count cells by point and state, and estimate the remaining time.
 
     cells: the plan. results: of its cells that were finished before. workers: cells at the same time.
     """
@@ -122,7 +121,7 @@ class CellProgress:
 
     @property
     def total(self) -> int:
-        """Cells of the plan."""
+        """Number of cells in the plan."""
         return len(self._point)
 
     def began(self, cell: Cell) -> None:
@@ -153,7 +152,7 @@ class CellProgress:
             self._costs.observe(cell, float(result.get("wall_s", result.get("seconds")) or 0))
 
     def eta(self) -> float | None:
-        """Seconds until the last cell is finished; None while nothing has finished. Running cells count half."""
+        """Return seconds until the last cell is finished; None while nothing has finished. Running cells count half."""
         waiting = self._costs.predict(cell for key, cell in self._left.items() if key not in self._running)
         running = self._costs.predict(self._running.values())
         if waiting is None or running is None:
@@ -161,7 +160,7 @@ class CellProgress:
         return (waiting + running / 2) / min(self.workers, max(len(self._left), 1))
 
     def line(self, note: str = "") -> str:
-        """One line for a log."""
+        """Return one line for a log."""
         now = self.done + self.failed
         minutes = (self._clock() - self._start) / 60
         rate = f", {(now - self.before) / minutes:.3g} cells/min" if now > self.before and minutes > 0 else ""
@@ -171,9 +170,10 @@ class CellProgress:
         return f"{self.label}: {now}/{self.total} cells{failed}{rate}{eta}{'  ' + note if note else ''}"
 
     def rows(self, limit: int = _ROWS) -> tuple[list[tuple[str, int, int, int, int]], int]:
-        """((point, of, done, running, failed), …) of at most `limit` points in plan order, and how many are left out.
+        """Return ((point, of, done, running, failed), …) of at most `limit` points in plan order, and the number left
+        out.
 
-        Of more points, those that run come first, then those that have begun, failed, and wait.
+        With more points, running ones come first, then those partly done, failed, and waiting.
         """
         names = list(self._counts)
         if len(names) > limit:
@@ -188,7 +188,7 @@ class CellProgress:
         return rows, len(self._counts) - len(rows)  # type: ignore[return-value]
 
     def tick(self, note: str = "") -> None:
-        """Show where things stand, if it is time to."""
+        """Update the display if it is due."""
         if self._refresh is not None:
             self._refresh()
         elif not self.console.terminal and self._clock() - self._said > _EVERY_S:
@@ -197,7 +197,7 @@ class CellProgress:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the table (terminal) while inside; a last line at the end."""
+        """Show the table (terminal) while inside; print a last line at the end."""
         if self.console.terminal:
             from rich.console import Console as RichConsole
             from rich.live import Live

@@ -42,9 +42,9 @@ RunCell = Callable[[Path, Cell, int | None], bool]
 _DEATHS = 2
 """Workers that a cell may end before it is taken to be the cause."""
 _LOOK_S = 1.0
-"""Between two looks at cells that other hosts are at."""
+"""Seconds between two checks of cells that other hosts are running."""
 _STILLBORN = 3
-"""Workers in a row that may end before they are ready, before the study gives up."""
+"""Number of workers in a row that end before they are ready, after which the study gives up."""
 
 
 def run_logged(out: Path, cell: Cell, threads: int | None) -> bool:
@@ -70,7 +70,7 @@ def run_cells(
 ) -> None:
     """Run the cells that have no result yet, in the processes of `places`.
 
-    A single one is this process, unless it computes on a CUDA device: one that failed goes on failing in its process.
+    A single process is this one, unless it uses a CUDA device, which keeps failing in its process after one failure.
 
     rerun: keys of finished cells that run anew. run: how a cell is run. on_result: told the file of each result that
     was written. leases: where other hosts work on the same cells; returns when all have a result, whoever made it.
@@ -82,7 +82,7 @@ def run_cells(
     unique = {cell.key: cell for cell in cells}
     results = {key: found for key, found in results_of(out, cells).items() if key not in rerun}
     todo = [cell for key, cell in unique.items() if key not in results]
-    todo.sort(key=lambda cell: cell.seed)  # stable: a sweep that is stopped has whole seeds, which can be paired
+    todo.sort(key=lambda cell: cell.seed)  # stable: a stopped sweep has complete seeds, which can be paired
     console.say(f"{label}: {len(unique)} cells, {len(results)} done before, {len(todo)} to run")
     if not todo:
         return
@@ -100,7 +100,7 @@ def run_cells(
 
 
 class Stopped(Exception):
-    """A signal asked a cell to stop."""
+    """Raised when a signal asks a cell to stop."""
 
 
 @dataclass
@@ -187,6 +187,7 @@ class _Queue:
         context = get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(os.getpid(), self.places.threads, self.out, self.run, there))
+        # The worker must not import a file of the user's that is named like a module.
         with without_namesakes():
             process.start()
         there.close()  # so that the pipe ends with the worker
@@ -329,7 +330,7 @@ class WorkerReply:
     """What became of a cell."""
 
     kind: Literal["done", "stopped", "disk full"]
-    """stopped: a signal came. disk full: nothing more can be written; the study must end."""
+    """stopped: by a signal. disk full: nothing more can be written; the study must end."""
     text: str = ""
     fit: bool = True
     """Whether this process can take another cell."""
@@ -339,10 +340,10 @@ READY = WorkerReply("done")
 
 
 def start_worker(parent: int, threads: int) -> None:
-    """Give a worker its share of the cores, and end it when its parent was killed.
+    """Give a worker its share of the cores, and end it if its parent is killed.
 
-    The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait
-    for each other (evaluation was eight times slower). An orphan must not write into a study that somebody restarted.
+    The share must be in the environment before torch and BLAS are imported: pools of all cores in every worker wait for
+    each other (evaluation was eight times slower). An orphan must not write into a study that has been restarted.
     """
     os.environ.update(dict.fromkeys(THREADS, str(threads)))
 
@@ -357,7 +358,7 @@ def start_worker(parent: int, threads: int) -> None:
 def serve(parent: int, threads: int, out: Path, run: RunCell, connection: Connection) -> None:
     """The life of a worker: says that it is ready, then answers each cell, until told None or left alone."""
     start_worker(parent, threads)
-    source_digest()  # now: what is edited while the worker lives is not what it runs
+    source_digest()  # now: later edits are not the code that this worker runs
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what it means
     with study_lock(out):
         if os.getppid() != parent:
@@ -389,5 +390,5 @@ def _answer(out: Path, cell: Cell, threads: int, run: RunCell) -> WorkerReply:
 
 
 def was_signal(error: Interrupted) -> bool:
-    """Whether it was a signal that ended a cell, not a full disk (which is the error's cause)."""
+    """Return True if a signal ended a cell, not a full disk (which is the error's cause)."""
     return error.__cause__ is None or isinstance(error.__cause__, KeyboardInterrupt)

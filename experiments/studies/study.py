@@ -1,7 +1,7 @@
-"""What studies with a plan of their own share: their recipe and files, their directory, and batches of cells.
+"""Shared parts of studies that plan their own cells: recipe and files, directory, and batches of cells.
 
-A finished cell is never run again, and a kill at any moment loses the cells in flight; what is decided on the way is
-computed from the files, so a restart decides the same. Cells that failed are tried again by the next start.
+A finished cell is never run again, and a kill at any moment loses only the cells in flight; intermediate decisions are
+computed from the files, so a restart repeats them. Failed cells are tried again by the next start.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Document = dict[str, Any]
 
 
 class Planned(Protocol):
-    """What a kind of study plans its cells by."""
+    """Plan of a kind of study."""
 
     @property
     def resolved(self) -> Resolved:
-        """Its recipe."""
+        """Recipe of the study."""
 
 
 P = TypeVar("P", bound=Planned)
@@ -52,14 +52,13 @@ def study_recipe(
     out: Path | None = None,
     of: type[Recipe] = Recipe,
 ) -> tuple[Resolved, Branch]:
-    """The recipe of a study, its precision settled, and the tree that its cells are resolved from, which knows nothing
-    of the study.
+    """Return the recipe of a study with its precision resolved, and the tree for its cells, without the study's block.
 
     Args:
         block: the recipe's key that makes it a study.
-        example: how to get a recipe to start from, for the refusal.
-        out: the study's directory; what it has settled holds.
-        of: what the recipe fills.
+        example: how to get a recipe to start from, for the error message.
+        out: the study's directory; values resolved there earlier are kept.
+        of: class of the recipe.
 
     Raises:
         UserError: a recipe without the block, or one that cannot be built.
@@ -77,9 +76,9 @@ def study_recipe(
 
 
 def locate(name: str, data: Path | None, where: str) -> str:
-    """The file that `name` says: relative to `data` (None: the working directory), a path, or `sample:NAME`.
+    """Return the file for `name`: relative to `data` (None: the working directory), a path, or `sample:NAME`.
 
-    where: the recipe key, for the refusal. Raises UserError if there is no such file.
+    where: the recipe key, for the error message. Raises UserError if there is no such file.
     """
     from flatshift.finetune.data.files import expand
     from flatshift.finetune.data.formats import HUB, SAMPLE
@@ -98,7 +97,7 @@ def locate(name: str, data: Path | None, where: str) -> str:
 
 
 def chosen(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
-    """`known` cut down to what a flag names (all where it names none). Raises UserError with the nearest."""
+    """Filter `known` by the values of a flag (all if it has none). Raises UserError with the nearest match."""
     known = list(known)
     for name in given:
         if name not in known:
@@ -107,17 +106,17 @@ def chosen(flag: str, given: Sequence[Any], known: Iterable[Any]) -> list[Any]:
 
 
 def claim_study(out: Path, recipe_yaml: str, what: str) -> None:
-    """Make the directory, or check that it is a study's; the caller owns it (`flatshift.finetune.lock`).
+    """Create the directory, or check that it is a study's; the caller holds its lock (`flatshift.finetune.lock`).
 
-    Several recipes may share a directory, one after another, as cells have names. what: kind of study, for the refusal.
-    Raises UserError if `out` holds something else.
+    Several recipes may use a directory one after another, because cells have unique names. what: kind of study, for the
+    error message. Raises UserError if `out` holds something else.
     """
     marker = out / RECIPE
     if out.exists() and not marker.is_file() and not (out.is_dir() and is_bare(out, but=("cells", INSIDE, WORKERS))):
         raise UserError(f"{out} is not empty and is not a {what}'s directory; name another --out")
     sweep_leftovers(out)
-    (out / DONE).unlink(missing_ok=True)  # it speaks of a study that is finished
-    write_text(marker, recipe_yaml)  # first: a kill from here on leaves what the same command knows as its own
+    (out / DONE).unlink(missing_ok=True)  # it describes a finished study
+    write_text(marker, recipe_yaml)  # first: after a kill from here on the same command recognises the directory
     make_directory(out / "cells")
     sweep_leftovers(out / "cells")
     write_provenance(out)
@@ -135,13 +134,13 @@ def run_study_cells(
     quiet: bool,
     kept: Sequence[str] = (),
 ) -> Document:
-    """Plan, run and judge a study; write what it found to `out`/`name`, its page, if it has one, and done.json.
+    """Plan, run and analyse a study; write the result to `out`/`name`, its page, if it has one, and done.json.
 
-    command: what the page says made it. kept: further files of `out` that the study goes by.
+    command: shown on the page as its origin. kept: further files of `out` that the study depends on.
 
     Raises:
-        UserError: bad input, before any cell runs; another command is at work on `out`. Interrupted: stopped; the same
-            call goes on.
+        UserError: bad input, before any cell runs; another command is using `out`. Interrupted: stopped; the same call
+            resumes.
     """
     if jobs < 1:
         raise UserError(f"--jobs must be at least 1, got {jobs}")
@@ -162,7 +161,7 @@ def run_study_cells(
 
 
 class CellBatches:
-    """The cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
+    """Cells of one study, run batch by batch in `jobs` processes of one thread each (1: in this one).
 
     run: how a cell is run. on_cell: told the file of each result that was written.
     """
@@ -182,18 +181,19 @@ class CellBatches:
         self._tried: set[str] = set()
 
     def result(self, cell: Cell) -> dict[str, Any]:
-        """The result of a cell that was run."""
+        """Return the result of a cell that has run."""
         found = self._found(cell)
         assert found is not None, f"cell {cell.key} has no result"
         return found
 
     def done(self, cell: Cell) -> bool:
-        """Whether a cell needs no run."""
+        """Return True if a cell need not run."""
         found = self._found(cell)
+        # A failed cell is tried again once per command.
         return found is not None and (found["status"] != "failed" or cell.key in self._tried)
 
     def run(self, cells: Sequence[Cell], what: str, *, again: Callable[[Cell], bool] = lambda cell: False) -> None:
-        """Run those of `cells` that need it. what: they are, in a word. again: cells that must run in any case."""
+        """Run those of `cells` that need it. what: short description. again: cells that must run in any case."""
         every = {cell.key: cell for cell in cells}
         todo = [cell for cell in every.values() if again(cell) or not self.done(cell)]
         self._tried |= every.keys()

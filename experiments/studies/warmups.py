@@ -1,4 +1,4 @@
-"""Does the warm-up help, and does flatness? Arms of a warm-up and a regularizer on paired seeds.
+"""Study of warm-up and flatness: arms of a warm-up and a regularizer on paired seeds.
 
 A seed fixes the labelled subset, the data order and the adapter's initialisation for all arms.
 """
@@ -25,14 +25,14 @@ from flatshift.finetune.run_directory import write_provenance
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to get to the fine-tuned adapter."""
+    """One combination of warm-up and regularizer."""
 
     warmup: str
-    """How its data are chosen, a `select.method.kind`; `cold`: no warm-up."""
+    """Selection method of the warm-up data, a `select.method.kind`; `cold`: no warm-up."""
     regularizer: Literal["plain", "ggpo"] = "plain"
 
     def overrides(self) -> list[Branch]:
-        """What this arm changes in the common recipe."""
+        """Return the changes of this arm to the common recipe."""
         laid = [from_override("regularizer.kind", self.regularizer)]
         if self.warmup == "cold":
             return [*laid, from_override("warmup", "null"), from_override("select", "null")]
@@ -57,8 +57,8 @@ def study(
 ) -> dict[str, Any]:
     """Run the arms over `seeds` into `out` (resumable: finished cells are kept) and write and return study.json.
 
-    recipe: needs `select` and `warmup` blocks and a classification task. name: what the target is called. settings: of
-    an arm's own, and how they were chosen (`tuned`, for the document).
+    recipe: needs `select` and `warmup` blocks and a classification task. name: of the target. settings: of single arms;
+    `tuned`: how they were chosen, for the document.
     """
     console = console or Console()
     own = settings or {}
@@ -106,13 +106,13 @@ def study(
 
 
 def arm_cell(recipe: str, overrides: Sequence[Branch], seed: int) -> Cell:
-    """The cell of one arm under one seed."""
+    """Return the cell of one arm under one seed."""
     resolved: Resolved = load_recipe(recipe, [*overrides, from_override("train.seed", seed)])
     return cell_of(resolved, point={}, seed=seed)
 
 
 def result_of(out: Path, cell: Cell) -> Mapping[str, Any]:
-    """What a cell left behind. Raises UserError if it failed."""
+    """Return the result of a cell. Raises UserError if it failed."""
     result = json.loads((out / "cells" / cell.key / "result.json").read_text(encoding="utf-8"))
     if result["status"] != "done":
         raise UserError(f"cell {cell.key} of the study failed: {result['reason']}")
@@ -120,12 +120,12 @@ def result_of(out: Path, cell: Cell) -> Mapping[str, Any]:
 
 
 def _warm_perplexity(out: Path, cell: Cell) -> float:
-    """Perplexity of the target's test texts after the warm-up, before any label was seen."""
+    """Return the perplexity of the target's test texts after the warm-up, before any label was seen."""
     path = out / "cells" / cell.key / "stages" / "warm-up" / "eval.json"
     return _surprise(json.loads(path.read_text(encoding="utf-8")))[1]
 
 
 def _surprise(figures: Mapping[str, Any]) -> tuple[str, float]:
-    """Perplexity of the test texts and what it is called; of an encoder, which has none, the pseudo-perplexity."""
+    """Return (metric name, perplexity of the test texts); for an encoder, which has none, the pseudo-perplexity."""
     name = next(name for name in ("perplexity", "pseudo_perplexity") if name in figures["test"])
     return name, float(figures["test"][name]["value"])

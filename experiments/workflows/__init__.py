@@ -1,1 +1,1 @@
-"""What is done with a run, one verb a file: train, evaluate, generate, merge, export, and the looks at it."""
+"""Operations on a run, one verb per file: train, evaluate, generate, merge, export, and inspections."""

@@ -1,4 +1,5 @@
-"""Build the model that a recipe describes, and judge it: shared by training, `eval`, and the warm-up's before/after."""
+"""Load the model of a recipe and evaluate it: shared by training, `eval`, and the comparison before and after a
+warm-up."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import LanguageModel, MaskedLM, Task
 
-Laid = tuple[Engine, Any]
+LoadedModel = tuple[Engine, Any]
 """A backbone with an adapter, ready for use, and its tokenizer."""
 Watch = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Follows the evaluation of so many rows under a label, as `Console.evaluating`."""
+"""Progress of the evaluation of a number of rows under a label, as `Console.evaluating`."""
 
 
 def load_model(
@@ -46,18 +47,19 @@ def load_model(
     adapter: Path | None = None,
     say: Callable[[str], None] = lambda line: None,
     beginning: InitialAdapter | None = None,
-) -> Laid:
+) -> LoadedModel:
     """The frozen backbone with an adapter for `task` on this process or, with `world`, on the recipe's mesh.
 
-    adapter: a saved one to put in place; None leaves the fresh one, which changes nothing. beginning: what a
-    fresh one that is to be trained begins with; without it, B = 0 over the backbone's own weights.
+    adapter: a saved adapter to load; None: a fresh one, which changes nothing. beginning: initial values of a fresh
+    adapter to be trained; without it, B = 0 over the backbone's own weights.
     Returns the engine and the tokenizer.
     """
     settings = recipe.adapter
+    # Special initial values are for training only: a fresh adapter must not change the base model that is evaluated.
     if adapter is None and beginning is None:
         settings = dataclasses.replace(settings, init="default", init_rows=None, start=None, under=None)
     world = world or ProcessMesh.alone(resolve_device(recipe.train.device))
-    gc.collect()  # what an earlier stage laid out: hooks make cycles of it, and memory may not hold two
+    gc.collect()  # an earlier stage's model: hooks put it into reference cycles, and memory may not hold two
     engine = build_engine(
         recipe.backbone,
         task=task,
@@ -75,7 +77,7 @@ def load_model(
 
 
 def skipped_rows_summary(prepared: Prepared, max_length: int) -> list[str]:
-    """What became of the rows on the way, for a person: what the encoding has to say, left out, cut, skipped."""
+    """Return sentences on the rows lost in preparation: notes of the encoding, dropped rows, skipped rows."""
     lines = list(prepared.notes)
     if prepared.dropped:
         lines.append(f"left out {prepared.dropped:,} samples longer than train.max_length = {max_length} tokens")
@@ -96,8 +98,8 @@ def evaluate_split(
     label_names: tuple[str, ...] | None = None,
     said: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """`flatshift.finetune.evaluate.evaluator.evaluate` in the recipe's precision, on every rank, under the split's own
-    seed."""
+    """Run `flatshift.finetune.evaluate.evaluator.evaluate` in the recipe's precision, on every rank, with the seed of
+    the split."""
     inference = EvalBatching.of(
         tokenizer, recipe.train, batch_size=recipe.eval.batch_size, device=engine.device, share=engine.evaluation
     )
@@ -142,10 +144,11 @@ def judge_splits(
     keep: Path | None = None,
     finished: FinishedSplits | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Every split of a run that has examples, `{split: {metric: {value, low, high, n}}}`: what eval.json holds.
+    """Evaluate every split of a run that has examples; returns the content of eval.json, `{split: {metric: {value, low,
+    high, n}}}`.
 
-    keep: predictions.parquet to write, of dev and test. finished: splits of an earlier try, which are taken from there,
-    and to which those are added that end here.
+    keep: predictions.parquet to write, of dev and test. finished: splits of an earlier try, which are reused; splits
+    that finish now are added to it.
     """
     splits = {"train": judged_train(recipe, prepared.train), "dev": prepared.dev, "test": prepared.test}
     result, tables = {}, []
@@ -177,10 +180,11 @@ def judge_splits(
 def evaluate_base_model(
     recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, folder: Path, *, watch: Watch
 ) -> dict[str, Any]:
-    """cold.json and cold.parquet of a run: the first `eval.cold` rows of test (else dev) by the bare backbone.
+    """Write cold.json and cold.parquet of a run: the first `eval.cold` rows of test (else dev), evaluated with the base
+    model.
 
-    engine: the recipe's, laid out without an adapter. On a mesh every rank calls this.
-    Returns what cold.json holds; nothing where there are no such rows.
+    engine: of the recipe, without a trained adapter. Collective: every rank of a mesh calls this.
+    Returns the content of cold.json; empty without such rows.
     """
     split, examples = ("test", prepared.test) if prepared.test else ("dev", prepared.dev)
     if not (some := examples[: recipe.eval.cold]):
@@ -201,21 +205,22 @@ COLD, COLD_ROWS = "cold.json", "cold.parquet"
 
 @dataclasses.dataclass(frozen=True)
 class FinishedSplits:
-    """Finished splits of an interrupted evaluation; of one process."""
+    """Finished splits of an interrupted evaluation on one process."""
 
     folder: Path
     of: str
-    """Names the adapter and the settings that the figures are of; others are not taken over."""
+    """Digest of the adapter and settings that the metrics belong to; splits with another digest are ignored."""
 
     @classmethod
     def at(cls, run: Path, recipe: Recipe) -> FinishedSplits:
-        """In the state of the run directory `run`, of its adapter and `recipe`."""
+        """Open the finished splits in the state of the run directory `run`, for its adapter and `recipe`."""
         task, settings = dataclasses.asdict(recipe.task), dataclasses.asdict(recipe.eval)
         of = {"adapter": adapter_digest(run), "task": task, "eval": settings}
         return cls(run / "state" / "evaluated", record_digest(of))
 
     def read(self, split: str) -> tuple[dict[str, Any], Any] | None:
-        """Its figures and, where they are kept, the table of its rows."""
+        """Return the metrics of a split and the table of its rows, None if that was not kept; None for an unfinished
+        split."""
         import pyarrow.parquet as pq
 
         file, rows = self.folder / f"{split}.json", self.folder / f"{split}.parquet"
@@ -225,28 +230,29 @@ class FinishedSplits:
         return record["figures"], pq.read_table(rows) if rows.is_file() else None
 
     def add(self, split: str, figures: dict[str, Any], table: Any = None) -> None:
-        """Keep the figures of a split."""
+        """Store the metrics of a split."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if table is not None:
             write_tables(self.folder / f"{split}.parquet", [table])
         write_json(self.folder / f"{split}.json", {"of": self.of, "figures": figures})
 
     def drop(self) -> None:
-        """All is in the run's own files now."""
+        """Delete the finished splits, once the run's own files contain them."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 TEXTS_KEPT, _LONGEST = 2000, 600
-"""Rows of a split whose text is kept beside what was said of them, and characters of each."""
+"""Rows of a split whose text is stored with their predictions, and characters of each text."""
 
 
 def places_of(examples: Sequence[Example]) -> list[str]:
-    """File and line, the file by its name: the same rows elsewhere are the same."""
+    """Return the place of each example as file name and line, without the directory: the same for a copy of the
+    file."""
     return [example.where.rpartition("/")[2] for example in examples]
 
 
 def texts_of(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
-    """What the model read of each of the first examples, up to its answer where there is one."""
+    """Return the text that the model reads of each of the first examples, up to the answer if there is one."""
     found: list[str | None] = [None] * len(examples)
     for place, example in enumerate(examples[:TEXTS_KEPT]):
         ids, labels = example.input_ids, example.labels
@@ -254,35 +260,36 @@ def texts_of(examples: Sequence[Example], tokenizer: Any) -> list[str | None]:
             ids = example.prompt
         elif isinstance(labels, list) and example.decoder_ids is None and IGNORE in labels and example.words is None:
             answer = next((i for i, label in enumerate(labels) if label != IGNORE), len(ids))
-            ids = ids[:answer] if answer > 1 else ids  # one token before it: the beginning of a text
+            # a single token before the labels is the start token, not a prompt
+            ids = ids[:answer] if answer > 1 else ids
         found[place] = shortened_text(str(tokenizer.decode(ids[:_LONGEST], skip_special_tokens=True)))
     return found
 
 
 def shortened_text(text: str) -> str:
-    """One line of at most 600 characters."""
+    """Return the text as one line of at most 600 characters."""
     text = " ".join(text.split())
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 def write_predictions(path: Path, splits: Iterable[tuple[str, Mapping[str, Sequence[Any]]]]) -> None:
-    """What was said of each row: `split, row, text`, and the columns of
+    """Write the predictions of each row: `split, row, text`, and the columns of
     `flatshift.finetune.evaluate.evaluator.Evaluator.said`.
 
-    splits: pairs of a split's name and its columns, of as many entries as the split has rows.
+    splits: pairs of a split's name and its columns, with one entry for each row of the split.
     """
     write_tables(path, [predictions_table(split, columns) for split, columns in splits])
 
 
 def predictions_table(split: str, columns: Mapping[str, Sequence[Any]]) -> Any:
-    """A split's part of `write_predictions`, as Arrow has it."""
+    """Return one split of `write_predictions` as an Arrow table."""
     import pyarrow as pa
 
     return pa.table({"split": [split] * len(columns["row"]), **{k: pa.array(v) for k, v in columns.items()}})
 
 
 def write_tables(path: Path, tables: Sequence[Any]) -> None:
-    """Arrow tables below each other as one Parquet file, whole or not at all."""
+    """Write Arrow tables one after another into one Parquet file, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -291,7 +298,7 @@ def write_tables(path: Path, tables: Sequence[Any]) -> None:
 
 
 def format_metrics(metrics: dict[str, Any]) -> list[str]:
-    """One text per metric for a person: `accuracy 0.61 [0.57, 0.65]`."""
+    """Format each metric as a text: `accuracy 0.61 [0.57, 0.65]`."""
 
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.4g}"
@@ -307,7 +314,7 @@ def format_metrics(metrics: dict[str, Any]) -> list[str]:
 
 
 _ROWS = 500
-"""Rows of each split that are read; enough for an interval of a few per cent."""
+"""Maximum rows of each split; enough for an interval of a few per cent."""
 
 
 def text_perplexity(
@@ -317,15 +324,15 @@ def text_perplexity(
     task: LanguageModel | MaskedLM | None = None,
     only: tuple[str, ...] = ("dev", "test"),
     world: ProcessMesh | None = None,
-    model: Laid | None = None,
+    model: LoadedModel | None = None,
     watch: Watch | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Perplexity and bits per byte of the dev and test texts as plain text, labels unseen; of an encoder the
-    pseudo-perplexity of hidden tokens.
+    """Compute perplexity and bits per byte of the dev and test texts as plain text, without labels; for an encoder the
+    pseudo-perplexity of masked tokens.
 
-    task: what the warm-up trains, by default as `warm_up_task` says. adapter: a warm-up adapter's directory, or None
-    for the cold backbone. only: the splits to judge. world: the recipe's mesh, on which every rank calls this.
-    model: what holds the adapter already; else it is laid out. watch: None follows in silence.
+    task: objective of the warm-up, by default that of `warm_up_task`. adapter: directory of a warm-up adapter, or None
+    for the base model. only: the splits to evaluate. world: the recipe's mesh, on which every rank calls this. model: a
+    model that already holds the adapter; else it is loaded. watch: None shows no progress.
     Returns {split: {metric: {value, low, high, n}}}, at most 500 rows a split, the same ones for every seed.
     """
     task, watch = task or warm_up_task(recipe)[0], watch or Console(quiet=True).evaluating

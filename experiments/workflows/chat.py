@@ -1,4 +1,4 @@
-"""Runs that write, asked turn by turn: several adapters over one load of their backbone.
+"""Chat with generative runs: several adapters over one load of their backbone.
 
 flatshift chat runs/first runs/second
 flatshift serve runs/first runs/second --port 8000
@@ -24,26 +24,26 @@ from flatshift.finetune.data.rows import Row
 from flatshift.finetune.errors import UserError
 
 Message = Mapping[str, str]
-"""`role` (system, user, assistant) and `content`."""
+"""A message with `role` (system, user, assistant) and `content`."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a run wrote."""
+    """Answer of a run."""
 
     text: str
     prompt_tokens: int
     tokens: int
     ended: bool
-    """Whether it closed its answer itself; else `max_new_tokens` did."""
+    """True if the model ended its answer itself; False if `max_new_tokens` did."""
 
 
 class WritingRuns:
-    """Finished runs that write, by name; one answers at a time, whatever thread asks."""
+    """Finished generative runs, by name; only one answers at a time, from whatever thread."""
 
     def __init__(self, paths: Sequence[Path], *, overrides: Sequence[Branch] = (), quiet: bool = False) -> None:
-        """overrides: another `train.device` than the runs'. Raises UserError for no run, what is no finished run, a run
-        that writes no text, and one that reads features."""
+        """overrides: another `train.device` than the runs'. Raises UserError for an empty list, a path that is no
+        finished run, a run that generates no text, and one that reads features."""
         if not paths:
             raise UserError("name at least one RUN_DIR")
         self._subjects: dict[str, EvaluationTarget] = {}
@@ -64,11 +64,11 @@ class WritingRuns:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """In the order given."""
+        """Names of the runs, in the order given."""
         return tuple(self._subjects)
 
     def check_system(self) -> None:
-        """Raise UserError unless every run was trained on conversations, where a system turn has a place."""
+        """Raise UserError unless every run was trained on conversations, which may contain a system turn."""
         for name, subject in self._subjects.items():
             if not subject.recipe.task.uses_chat_template:
                 raise UserError(
@@ -84,13 +84,14 @@ class WritingRuns:
         decoding: Mapping[str, Any] | None = None,
         told: Callable[[str], None] = lambda piece: None,
     ) -> Reply:
-        """Let the run `name` answer.
+        """Return the answer of the run `name`.
 
-        asked: the turns of a conversation, whose last one is the user's; a text is one such turn. Runs that were not
-        trained on conversations read the last turn alone, in their template. raw: a text is continued as it stands.
+        asked: the turns of a conversation, ending with the user's; a text is one such turn. Runs that were not trained
+        on conversations read the last turn alone, in their template. raw: continue a text without a template.
         decoding: fields of `Decoding`; the run's `task.max_new_tokens` is the default.
-        told: gets the answer piece by piece as it is written.
-        Raises UserError for an unknown name, turns that nobody can answer, and what does not fit the backbone.
+        told: called with each piece of the answer as it is generated.
+        Raises UserError for an unknown name, turns that cannot be answered, and a prompt that does not fit the
+        backbone.
         """
         from flatshift.finetune.data.eval_batching import EvalBatching
         from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
@@ -117,7 +118,7 @@ class WritingRuns:
                 return
             written.append(token)
             text = _without(lead, str(tokenizer.decode(written, skip_special_tokens=True)))
-            if not text.endswith("\ufffd"):  # a character in parts
+            if not text.endswith("\ufffd"):  # an incomplete character: wait for its other bytes
                 told(text[len(said) :])
                 said = text
 
@@ -142,7 +143,7 @@ class WritingRuns:
 
 
 def _without(lead: str, text: str) -> str:
-    """The answer's own words: without what its template writes before them, or the beginning of that."""
+    """Remove from an answer the text that its template writes first, complete or in part."""
     return "" if lead.startswith(text) else text.removeprefix(lead)
 
 

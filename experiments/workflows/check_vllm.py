@@ -1,7 +1,7 @@
-"""Compare a merged model in vLLM with the run that it is of: `python check_vllm.py [FOLDER]`, by default in `.`.
+"""Compare a merged model in vLLM with its run: `python check_vllm.py [FOLDER]`, by default in `.`.
 
-Asks `reference.json`: prompts of the run, the tokens that training made of them, and the likeliest next tokens with
-their log probabilities in float32. Exit code 1 where vLLM reads or answers otherwise.
+Uses `reference.json`: prompts of the run, their tokens in training, and the likeliest next tokens with their log
+probabilities in float32. Exit code 1 if vLLM tokenizes or answers differently.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 FAR = 0.5
-"""Nats by which a log probability may differ: what 16 bits and other kernels explain."""
+"""Largest accepted difference of a log probability, nats: rounding to 16 bits and other kernels explain it."""
 
 
 def main(folder: str = ".") -> int:
-    """Print the largest difference; 0 if it is small."""
+    """Print the largest difference; return 0 if it is small."""
     vllm: Any = __import__("vllm")
     reference = json.loads((Path(folder) / "reference.json").read_text(encoding="utf-8"))
     model = vllm.LLM(model=folder, max_logprobs=50, enforce_eager=True)

@@ -1,4 +1,4 @@
-"""A run's circumstances, in one object that travels from the command to the training loop."""
+"""Context of a run: one object passed from the command to the training loop."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ from flatshift.finetune.train.trackers import Trackers, open_trackers
 
 
 class FineTuneProbe(Protocol):
-    """What is told of a fine-tune under way, to measure more than a run's own figures."""
+    """Observer of a running fine-tune that measures more than the run's own metrics."""
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """An update was made; its line of metrics.jsonl."""
+        """Called after an optimizer step with its row of metrics.jsonl."""
 
     def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> None:
-        """The chosen adapter was judged, and is in `engine`."""
+        """Called after the evaluation of the chosen adapter, which is loaded in `engine`."""
 
     def figures(self) -> dict[str, Any]:
-        """What was found, as JSON takes it."""
+        """Return the measurements as JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What every part of a run has at hand, and none of them changes."""
+    """Objects shared by all parts of a run, which none of them changes."""
 
     recipe: Recipe
     run: RunDirectory
     console: Console
     world: ProcessMesh
-    """This rank's place in the recipe's mesh."""
+    """Position of this rank in the recipe's mesh."""
     stop: Callable[[], bool]
-    """Whether a signal asked to stop."""
+    """Returns True if a signal requested a stop."""
     trackers: Trackers
     peak_tflops: float | None = None
-    """What one device can do, for the MFU; None where nobody asks."""
+    """Peak rate of one device for the MFU; None if no MFU is wanted."""
     cell: bool = False
-    """A cell of a study: its figures are the study's, so there are no sums, no page and no figures of the cold backbone
-    of its own."""
+    """True for a cell of a study: its metrics belong to the study, so the run has no checksums, page or base-model
+    metrics."""
     draw: Draw | None = None
     probe: FineTuneProbe | None = None
 
     def watch(self, label: str, rows: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Follow an evaluation on the console; it ends at the first batch after a signal to stop, on all ranks."""
+        """Show an evaluation on the console; it ends at the first batch after a stop signal, on all ranks."""
         return self.console.evaluating(label, rows, stop=lambda: self.world.any(self.stop()))
 
 
@@ -71,7 +71,7 @@ def run_context(
     cell: bool = False,
     **rest: Any,
 ) -> Iterator[RunContext]:
-    """The context of a run on this rank: its threads are set, its signals caught and its trackers open while it lasts.
+    """Open the context of a run on this rank: its threads are set, signals caught and trackers open in the block.
 
     world: None for a single process. rest: further fields of `RunContext`.
     """
@@ -99,7 +99,7 @@ def run_context(
 
 
 def _peak(recipe: Recipe, world: ProcessMesh, console: Console) -> float:
-    """What one device can do, TFLOP/s: what the recipe says, or what it is seen to do."""
+    """Return the peak rate of one device, TFLOP/s: from the recipe, else measured."""
     if recipe.train.peak_tflops is not None:
         return recipe.train.peak_tflops
     precision = recipe.train.precision

@@ -1,7 +1,8 @@
-"""A run's model for other programs: GGUF for llama.cpp, a Modelfile for Ollama, a folder with its own check for vLLM.
+"""Export of a run's model for other programs: GGUF for llama.cpp, a Modelfile for Ollama, a self-checking folder for
+vLLM.
 
-Each is made of the merged model, and each is compared with the run (`flatshift.experiments.workflows.folder_check`):
-`reference.json` holds what training's own tokens of some prompts of the run make the model say next, in float32.
+Each is made from the merged model and compared with the run (`flatshift.experiments.workflows.folder_check`):
+`reference.json` holds prompts of the run, their tokens in training, and the model's next tokens for them in float32.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ _HERE = Path(__file__).resolve().parent
 def deploy(
     path: Path, out: Path, *, to: Program, outtype: Outtype = "auto", llama_cpp: Path | None = None
 ) -> dict[str, Any]:
-    """Write what the program `to` reads to the new directory `out`.
+    """Write the files for the program `to` to the new directory `out`.
 
-    gguf: `model.gguf`, and with `llama_cpp` also `adapter.gguf` where the adapter is plain LoRA. ollama: the same with
-    a Modelfile. vllm: the merged folder with `check_vllm.py`. outtype: of GGUF's weights; auto: 16 bits.
-    llama_cpp: a checkout of llama.cpp, whose converters are taken; None: the package of the extra `gguf`.
-    Returns `adapter` (whether one was written); `tokens` (prompts whose tokens llama.cpp makes as training did; 0
-    without llama-cpp-python) and `max_log_probability_difference` of its next tokens (None likewise); `compared`, what
-    `folder_check.compare` returns of the merged folder, or of the GGUF file as transformers reads it.
-    Raises UserError as `merge`; for a task that writes no text; without a converter, or where it fails; and for a file
-    that reads or answers otherwise than the run.
+    gguf: `model.gguf`, and with `llama_cpp` also `adapter.gguf` if the adapter is plain LoRA. ollama: the same with a
+    Modelfile. vllm: the merged folder with `check_vllm.py`. outtype: of GGUF's weights; auto: 16 bits.
+    llama_cpp: a checkout of llama.cpp, whose converters are used; None: the package of the extra `gguf`.
+    Returns `adapter` (True if one was written); `tokens` (number of prompts that llama.cpp tokenizes as training did; 0
+    without llama-cpp-python) and `max_log_probability_difference` of its next tokens (None likewise); `compared`, the
+    result of `folder_check.compare` for the merged folder, or for the GGUF file as transformers reads it.
+    Raises UserError as `merge`; for a task that generates no text; without a converter, or if it fails; and for a file
+    that is read or answered differently from the run.
     """
     recipe = resume_recipe(path).recipe
     recipe.task.check_writes()
@@ -140,7 +141,7 @@ def _convert(
     checkout: Path | None,
     ends: Sequence[int],
 ) -> dict[str, Any]:
-    """Run llama.cpp's converter in a process of its own; returns what the file says of its vocabulary."""
+    """Run llama.cpp's converter in a separate process; returns the facts about the file's vocabulary."""
     about = file.with_suffix(".json")
     words = [what, source, file, base, outtype, _pre_tokenizer(base) or "", about, ",".join(map(str, ends))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
@@ -188,8 +189,11 @@ def _keep_sentencepiece(recipe: Recipe, merged: Path) -> None:
 
 
 def _pre_tokenizer(directory: Path) -> str | None:
-    """llama.cpp's name of how this tokenizer divides texts, where its own table of known vocabularies has not got it:
-    GPT-2's own division is the only one that its file names by itself."""
+    """Return llama.cpp's name for GPT-2's pre-tokenizer if the tokenizer uses it, else None.
+
+    Needed for a tokenizer that is not in llama.cpp's table of known vocabularies; no other pre-tokenizer can be
+    identified from its file alone.
+    """
     file = directory / "tokenizer.json"
     if not file.is_file():
         return None
@@ -199,7 +203,8 @@ def _pre_tokenizer(directory: Path) -> str | None:
 
 
 def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequence[int]) -> None:
-    """Raise UserError unless the file has the tokenizer's tokens in their places and begins and ends as in training."""
+    """Raise UserError unless the file has the tokenizer's tokens at the same ids, and starts and ends texts as in
+    training."""
     tokenizer = open_backbone(recipe.backbone).own_tokenizer()
     recipe.task.prepare_tokenizer(tokenizer)
     begins = recipe.task.prompt_ids(tokenizer, "a")[: -len(plain_ids(tokenizer, "a"))]
@@ -227,7 +232,7 @@ def _require_same_vocabulary(told: dict[str, Any], recipe: Recipe, trained: Sequ
 
 
 def _writes_its_own(recipe: Recipe) -> bool:
-    """Whether a template writes the special tokens of a prompt."""
+    """Return True if the template itself contains the special tokens of a prompt."""
     return recipe.task.uses_chat_template
 
 
@@ -244,7 +249,14 @@ def _ask_llama_cpp(file: Path, reference: list[dict[str, Any]], *, exact: bool) 
 
     longest = max(len(one["ids"]) for one in reference)
     model = llama_cpp.Llama(
-        str(file), n_ctx=longest + 8, n_threads=1, logits_all=True, verbose=False, type_k=0, type_v=0
+        # Keys and values of the cache in float32 (type 0): the comparison allows for the weights' rounding only.
+        str(file),
+        n_ctx=longest + 8,
+        n_threads=1,
+        logits_all=True,
+        verbose=False,
+        type_k=0,
+        type_v=0,
     )
     worst = 0.0
     for one in reference:
@@ -268,17 +280,17 @@ def _require_near(worst: float, *, exact: bool) -> None:
 
 
 _FAR, _FAR_EXACT = 0.5, 0.05
-"""Largest difference of a likely token's log probability, nats, by rounding to 16 or 8 bits, and to 32."""
+"""Largest difference of a likely token's log probability, nats, explained by rounding to 16 or 8 bits, and to 32."""
 
 
 def modelfile(recipe: Recipe, trained: Sequence[int]) -> str:
-    """Ollama's Modelfile: the run's own prompt, its `trained` ends, and greedy answers as `flatshift generate` gives
-    them."""
+    """Return Ollama's Modelfile: the run's own prompt, its `trained` ends, and greedy decoding as in `flatshift
+    generate`."""
     task, tokenizer = recipe.task, open_backbone(recipe.backbone).tokenizer
     mark = "{{ .Prompt }}"
     (asked,) = task.ask_texts([mark], tokenizer, raw=len(task.prompt_columns()) != 1 and not _writes_its_own(recipe))
     template = asked.text
-    for token in filter(None, [tokenizer.bos_token]):  # which the file has llama.cpp put there
+    for token in filter(None, [tokenizer.bos_token]):  # llama.cpp adds it by the file's settings
         template = template.removeprefix(token)
     if mark not in template or '"""' in template:
         raise UserError(f"--to ollama: the run's prompt cannot be written as a template of Ollama ({template!r})")

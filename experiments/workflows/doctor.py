@@ -1,7 +1,8 @@
-"""What is here, what is missing and how to get it: the answer of `flatshift doctor`.
+"""Diagnosis of the installation for `flatshift doctor`: installed and missing parts, and the commands that install
+them.
 
-Imports nothing but the standard library at module level, and torch only when asked: a doctor that needs a healthy
-installation to start is no doctor.
+Imports nothing but the standard library at module level, and torch only when asked: it must start in a broken
+installation.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def doctor(*, deep: bool = False) -> dict[str, Any]:
-    """Look at the environment; `deep` also imports torch and lists its devices.
+    """Check the environment; `deep` also imports torch and lists its devices.
 
     Returns a JSON-ready dict. `ok` is False if `problems` is not empty: then something will not work. Each problem and
     each note is `{"what", "fix"}`, and `fix` may be empty for a note. Sizes are bytes.
@@ -69,7 +70,7 @@ def doctor(*, deep: bool = False) -> dict[str, Any]:
     if not deep and _nvidia_driver() and "+cpu" in (versions.get("torch", {}).get("installed") or ""):
         fix = f"pip install --force-reinstall 'torch{versions['torch']['wanted']}' without the index of CPU builds"
         notes.append({"what": "an NVIDIA driver is here, but torch is a CPU build", "fix": fix})
-    known = platform.system() == "Linux"  # elsewhere no flags are read
+    known = platform.system() == "Linux"  # CPU flags are read on Linux only
     if known and not result["cpu"]["bf16"] and not (result["devices"] or {}).get("cuda"):
         what = "this CPU has no bf16 instructions: `train.precision: auto` takes fp32; bf16 by name would be many times"
         notes.append({"what": f"{what} slower", "fix": ""})
@@ -81,7 +82,8 @@ def doctor(*, deep: bool = False) -> dict[str, Any]:
 
 
 def requirements() -> list[Requirement]:
-    """What our own metadata asks for, extras included; from pyproject.toml in a source tree that is not installed."""
+    """Return the requirements in this package's metadata, extras included; from pyproject.toml in a source tree that is
+    not installed."""
     from packaging.requirements import Requirement
 
     try:
@@ -100,7 +102,7 @@ def requirements() -> list[Requirement]:
 def check_versions(
     problems: list[dict[str, str]], notes: list[dict[str, str]]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Versions of the core packages, and which extras are there.
+    """Check the versions of the core packages, and find the installed extras.
 
     Returns ({package: {installed, wanted, ok}}, {extra: {installed, gives, get}}).
     """
@@ -143,7 +145,7 @@ def _version_row(requirement: Requirement) -> dict[str, Any]:
         installed: str | None = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:
         installed = None
-    # Development builds of torch are what their users want, so prereleases count by their number.
+    # Users of torch's development builds want them, so prereleases count by their number.
     ok = installed is not None and requirement.specifier.contains(installed, prereleases=True)
     return {"installed": installed, "wanted": str(requirement.specifier), "ok": ok}
 
@@ -161,9 +163,9 @@ def _only_with(requirement: Requirement, extra: str) -> bool:
 
 
 def cpu() -> dict[str, Any]:
-    """Model, usable cores (affinity and container quota), and which fast bf16 instructions there are.
+    """Return the model, usable cores (affinity and container quota), and the fast bf16 instructions of the CPU.
 
-    Read here and not by `flatshift.finetune.processor`: a foreign `finetune` may stand before ours.
+    Does not use `flatshift.finetune.processor`, so that it works in a broken installation.
     """
     info: dict[str, str] = {}
     try:
@@ -185,7 +187,7 @@ def cpu() -> dict[str, Any]:
 
 
 def memory() -> dict[str, int | None]:
-    """Bytes of memory: `total` (or the container's limit, where lower) and `available` now."""
+    """Return bytes of memory: `total` (or the container's limit, if lower) and `available` now."""
     sizes: dict[str, int] = {}
     try:
         for line in (_PROC / "meminfo").read_text(encoding="utf-8").splitlines():
@@ -205,7 +207,7 @@ def memory() -> dict[str, int | None]:
 
 
 def _cgroup_number(name: str) -> float | None:
-    """A limit of the container we are in (cgroup v2), as a number: bytes, or cores for `cpu.max`; None if unlimited."""
+    """Return a limit of this container (cgroup v2), as a number: bytes, or cores for `cpu.max`; None if unlimited."""
     try:
         parts = (_CGROUP / name).read_text(encoding="ascii").split()
     except OSError:
@@ -220,14 +222,14 @@ def _nvidia_driver() -> bool:
 
 
 def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> None:
-    """Why torch sees no CUDA device, in the words that a run gets: a problem where both a driver and a build for CUDA
-    are here, a note where one of them is missing, nothing on a machine that has neither."""
+    """Report the reason why torch sees no CUDA device, with a run's error message: a problem if both a driver and a
+    CUDA build are installed, a note if one of them is missing, nothing if neither is."""
     try:
         from flatshift.finetune.compute.cuda_status import absence, probe_cuda
 
         found = probe_cuda()
         reason = absence(found)
-    except Exception as error:  # a foreign `finetune`, which the problems above name
+    except Exception as error:  # a broken installation may raise anything
         notes.append({"what": f"CUDA cannot be looked at: {error}", "fix": ""})
         return
     if reason is None or (found.built_for is None and not found.driver):
@@ -237,7 +239,7 @@ def _missing_cuda(problems: list[dict[str, str]], notes: list[dict[str, str]]) -
 
 
 def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict[str, Any]:
-    """Import torch and list what it can compute on."""
+    """Import torch and list its devices."""
     try:
         import torch
     except Exception as error:  # a broken shared library raises OSError, a bad build anything else
@@ -268,7 +270,8 @@ def devices(problems: list[dict[str, str]], notes: list[dict[str, str]]) -> dict
 
 
 def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
-    """What `train.precision: auto` comes to on the device that `train.device: auto` takes, and by which figures."""
+    """Return the precision that `train.precision: auto` resolves to on the device of `train.device: auto`, and the
+    reason."""
     try:
         from flatshift.finetune.compute.cuda_status import resolve_device
         from flatshift.finetune.compute.matmul_rate import MatmulShape
@@ -276,15 +279,15 @@ def precision(problems: list[dict[str, str]]) -> dict[str, str] | None:
         from flatshift.finetune.config import Train
 
         choice = choose(Train(), resolve_device("auto"), MatmulShape.of(tokens=256, width=512, inner=1024))
-    except Exception as error:  # a foreign `finetune`, which the problems above name, or a device that fails
+    except Exception as error:  # a broken installation, or a device that fails
         problems.append({"what": f"train.precision: auto cannot be settled: {error}", "fix": ""})
         return None
     return {"auto": choice.precision, "why": choice.why}
 
 
 def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str, list[str]] | None:
-    """`train.quantization` kind → those of `places` where a small layer of it lets a gradient through; None without
-    the package that they need."""
+    """Return for each kind of `train.quantization` those of `places` on which a small layer passes a gradient; None
+    without bitsandbytes."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return None
     try:
@@ -299,19 +302,19 @@ def quantization(problems: list[dict[str, str]], places: list[str]) -> dict[str,
                 else:
                     what = f"train.quantization: {kind} fails on {place}: {error}"
                     problems.append({"what": what, "fix": "pip install --force-reinstall bitsandbytes"})
-    except Exception as error:  # a foreign `finetune`, or a shared library that cannot be loaded
+    except Exception as error:  # a broken installation, or a shared library that cannot be loaded
         problems.append({"what": f"bitsandbytes is here but of no use: {error}", "fix": "reinstall it"})
         return None
     return kinds
 
 
 def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
-    """The backbones and samples in the package; none at all means a broken installation."""
+    """Return the backbones and samples in the package; none at all means a broken installation."""
     try:
         from flatshift.finetune import assets
 
         found = {"backbones": assets.backbones(), "samples": assets.samples()}
-    except Exception as error:  # a foreign `finetune` may hold anything; the problems above name it
+    except Exception as error:  # a broken installation may raise anything
         problems.append({"what": f"the shipped files cannot be listed: {error}", "fix": ""})
         return {"backbones": [], "samples": []}
     for kind, names in found.items():
@@ -322,7 +325,7 @@ def _shipped(problems: list[dict[str, str]]) -> dict[str, list[str]]:
 
 
 def token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
-    """Where encoded rows are kept between runs, how many inputs' and their bytes; None if that cannot be told."""
+    """Return the directory of cached encoded rows, its number of inputs and bytes; None if it cannot be read."""
     try:
         from flatshift.finetune.cache_directory import cache_limit, cache_root, kept
 
@@ -334,7 +337,7 @@ def token_cache(problems: list[dict[str, str]]) -> dict[str, Any] | None:
             "bytes": sum(entry.bytes for entry in entries),
             "limit": cache_limit(),
         }
-    except Exception as error:  # a limit that is no number, or a foreign `finetune`, which the problems above name
+    except Exception as error:  # a limit that is not a number, or a broken installation
         problems.append({"what": f"the token cache cannot be looked at: {error}", "fix": ""})
         return None
 
@@ -347,7 +350,7 @@ def _gib(size: float | None) -> str:
 
 
 def render(result: Mapping[str, Any]) -> str:
-    """The result of `doctor` as plain text."""
+    """Format the result of `doctor` as plain text."""
     processor, ram = result["cpu"], result["memory"]
     instructions = [name for key, name in {"bf16": "bf16 dot products", "amx": "AMX tiles"}.items() if processor[key]]
     quota = f", limited to {processor['quota']:.1f}" if processor["quota"] is not None else ""

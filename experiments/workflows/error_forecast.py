@@ -1,9 +1,11 @@
-"""Curves before training: the model linearised at its start, solved in closed form along rows, rank, noise and decay.
+"""Forecast of error curves before training: the model linearised at its start, solved in closed form along rows, rank,
+noise and decay.
 
     flatshift forecast double-descent --out forecasts/first
 
-One forward pass and one backward pass an output over the rows give the gradient of every output with respect to what
-would train; all else is least squares on that kernel. A classification is fitted as least squares on its classes.
+One forward pass and one backward pass per output over the rows give the gradient of every output with respect to the
+trained parameters; the rest is least squares on that kernel. A classification is fitted as least squares on its
+classes.
 """
 
 from __future__ import annotations
@@ -43,27 +45,27 @@ from flatshift.finetune.train.optimizer import is_fixed
 
 FEWEST_ROWS = 10
 LARGEST = 500
-"""Rows × outputs up to which every output has its own kernel; above, all share that of their sum."""
+"""Rows × outputs up to which every output has its own kernel; above, all share the kernel of their sum."""
 SKETCH = 4096
-"""Numbers that the gradients of a group of ranks are hashed to where they are more."""
+"""Width to which the gradients of a group of ranks are hashed if they are wider."""
 DECAYS = (0.0, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Ridges in units of the kernel's mean eigenvalue; 0 is training to the end."""
 
 
 @dataclass(frozen=True)
 class Axes:
-    """Where to look."""
+    """Settings for which the error is forecast."""
 
     rows: tuple[int, ...]
     ranks: tuple[int, ...]
     noises: tuple[float, ...]
     draws: int = 5
     more: int = 500
-    """Further rows that the learning curve is carried on to."""
+    """Additional rows that the learning curve is extrapolated to."""
 
 
 def axes_of(recipe: Recipe, rows: int, *, ranks: Sequence[int], noises: Sequence[float], draws: int, more: int) -> Axes:
-    """Rows in halves down to 10, and of ranks and shares of noise those that were asked for, or the recipe's own."""
+    """Return the axes: rows in halves down to 10, and the given ranks and noise levels, or the recipe's own."""
     steps = [rows]
     while steps[-1] // 2 >= FEWEST_ROWS and len(steps) < 6:
         steps.append(steps[-1] // 2)
@@ -76,7 +78,7 @@ def axes_of(recipe: Recipe, rows: int, *, ranks: Sequence[int], noises: Sequence
 
 
 def check(recipe: Recipe) -> None:
-    """Raise UserError for what no linear model stands for."""
+    """Raise UserError for a recipe that a linear model cannot represent."""
     task, adapter = recipe.task, recipe.adapter
     wrong = {
         f"task.kind: {task.name} has no fixed set of outputs; take classify or regress": not task.is_sequence_level
@@ -97,15 +99,17 @@ def check(recipe: Recipe) -> None:
 
 @dataclass(frozen=True)
 class GradientFeatures:
-    """Gradient features of rows: a block that no rank changes, and one for each step from a rank to the next."""
+    """Gradient features of rows: one block that does not depend on rank, and one for each step from a rank to the
+    next."""
 
     blocks: list[np.ndarray]
-    """[N·C', k] each; the first is of what is no factor B."""
+    """Blocks of shape [N·C', k]; the first is of all parameters but the factors B."""
     outputs: np.ndarray
-    """[N, C] at the start."""
+    """Outputs at the start, [N, C]."""
 
     def kernel(self, other: GradientFeatures, upto: int, scale: float) -> np.ndarray:
-        """[N·C', M·C'] with the first `upto` blocks of ranks, whose gradients `scale` is the square of a factor of."""
+        """Return the kernel [N·C', M·C'] with the first `upto` rank blocks; `scale` is the square of the factor of
+        their gradients."""
         found = self.blocks[0] @ other.blocks[0].T
         for mine, theirs in zip(self.blocks[1 : upto + 1], other.blocks[1 : upto + 1], strict=True):
             found += scale * (mine @ theirs.T)
@@ -127,9 +131,10 @@ class _Hashed:
 def features(
     engine: Engine, recipe: Recipe, examples: Sequence[Any], ranks: Sequence[int], *, pad_id: int, summed: bool
 ) -> GradientFeatures:
-    """Of `examples` in order, at the largest of `ranks`, which the adapter has; smaller ones are its first columns.
+    """Compute the features of `examples` in order, at the largest of `ranks`, which the adapter has; smaller ranks are
+    its first columns.
 
-    Raises UserError for what is no linear layer, and for gradients that are no finite numbers.
+    Raises UserError for a layer that is not linear, and for gradients that are not finite.
     """
     moving = {
         name: p
@@ -176,7 +181,7 @@ def features(
 
 
 def _targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """([N, C] what is to be fitted, [C] or [N, C] what a prediction is added to)."""
+    """Return the targets to fit, [N, C], and the offset that a prediction is added to, [N, C]."""
     if recipe.task.has_targets:
         return labels[:, None] - start, start
     classes = start.shape[1]
@@ -187,7 +192,7 @@ def _targets(labels: np.ndarray, start: np.ndarray, recipe: Recipe) -> tuple[np.
 
 
 def _judge(recipe: Recipe, predicted: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """(error, loss): the share of wrong classes and the squared loss; of a regression the loss twice."""
+    """Return (error, loss): the share of wrong classes and the squared loss; for a regression the loss twice."""
     if recipe.task.has_targets:
         loss = float(np.square(predicted[:, 0] - labels).mean())
         return loss, loss
@@ -200,7 +205,7 @@ def _labels(examples: Sequence[Any]) -> np.ndarray:
 
 
 def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, np.ndarray]) -> list[dict[str, Any]]:
-    """A row for every setting under the recipe's seed."""
+    """Return a row for every setting under the recipe's seed."""
     top = max(axes.ranks)
     recipe = dataclasses.replace(recipe, adapter=dataclasses.replace(recipe.adapter, rank=top))
     engine, tokenizer = load_model(recipe, recipe.task, prepared.label_names)
@@ -228,7 +233,8 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
             ridges = [unit * decay for decay in DECAYS] if not own_decay else [own_decay]
             posed = {noise: _targets(labels[some], train.outputs[some], recipe) for noise, labels in noisy.items()}
             columns = [wanted if summed else wanted.reshape(-1, 1) for wanted, _ in posed.values()]
-            fits = kernel_fits(inner, outer, np.hstack(columns), ridges)  # every noise by one eigendecomposition
+            # all noise levels share one eigendecomposition
+            fits = kernel_fits(inner, outer, np.hstack(columns), ridges)
             for (noise, (wanted, start)), own_columns in zip(posed.items(), _spans(columns), strict=True):
                 for decay, fit in zip(DECAYS, fits, strict=False):
                     rows.append(
@@ -248,7 +254,7 @@ def _draw(recipe: Recipe, axes: Axes, prepared: Prepared, noisy: Mapping[float, 
 
 
 def _spans(columns: Sequence[np.ndarray]) -> list[slice]:
-    """Where each of these lies when they stand side by side."""
+    """Return the position of each of these among the columns when they are stacked horizontally."""
     ends = np.cumsum([part.shape[1] for part in columns])
     return [slice(end - part.shape[1], end) for part, end in zip(columns, ends.tolist(), strict=True)]
 
@@ -269,7 +275,8 @@ def _figures(
         ("test", fit.test, base, true),
     ):
         error, loss = _judge(recipe, part.reshape(-1, shape[1]) + added, wanted)
-        mark = "_" if split == "left_out" else "."  # a name with a dot that is no split's would be an axis
+        # a column name with a dot that is not a split's would be read as an axis
+        mark = "_" if split == "left_out" else "."
         found |= {f"{split}{mark}error": error, f"{split}{mark}loss": loss}
         if split == "train":
             hot = labels[:, None] if recipe.task.has_targets else np.eye(shape[1])[labels.astype(int)]
@@ -284,9 +291,10 @@ def _figures(
 
 
 def forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) -> dict[str, Any]:
-    """Write cells.parquet (a row a setting and draw), points.csv and forecast.json into `out`; returns the last.
+    """Write cells.parquet (a row per setting and draw), points.csv and forecast.json into `out`; returns the last.
 
-    asked: of `axes_of`. Raises UserError for what is not linear, too few rows, or labels that are all alike.
+    asked: arguments of `axes_of`. Raises UserError for a recipe that is not linear, too few rows, or labels that are
+    all alike.
     """
     began = time.process_time()
     check(recipe)
@@ -298,7 +306,7 @@ def forecast(recipe: Recipe, out: Path, console: Console, **asked: Any) -> dict[
 
 
 def _largest(recipe: Recipe) -> int:
-    """Training rows that there are, where they are enough and differ. Raises UserError otherwise."""
+    """Return the number of training rows. Raises UserError if they are too few or all have the same label."""
     clean = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, label_noise=0.0))
     prepared = prepare(clean)
     held = prepared.test or prepared.dev
@@ -313,7 +321,8 @@ def _largest(recipe: Recipe) -> int:
 
 
 def forecast_rows(recipe: Recipe, axes: Axes, console: Console) -> list[dict[str, Any]]:
-    """A row for every setting and draw: its axes, `seed`, figures of train, test and left-out rows, `effective`."""
+    """Return a row for every setting and draw: its axes, `seed`, metrics of train, test and left-out rows,
+    `effective`."""
     rows: list[dict[str, Any]] = []
     with console.task("forecast", axes.draws, "draws") as progress:
         for number in range(axes.draws):
@@ -328,7 +337,8 @@ def forecast_rows(recipe: Recipe, axes: Axes, console: Console) -> list[dict[str
 
 
 def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: Draw, **asked: Any) -> dict[str, Any]:
-    """`forecast` of a recipe into the new directory `out`, whole or not at all, with its page; returns forecast.json.
+    """Run `forecast` on a recipe into the new directory `out`, written completely or not at all, with its page; returns
+    forecast.json.
 
     Raises UserError for an `out` that holds anything, and as `forecast`.
     """
@@ -336,7 +346,7 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
     check_recipe(resolved.recipe)
     refuse_nonempty(out)
     console = Console(quiet=quiet)
-    train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all the digits
+    train = dataclasses.replace(resolved.recipe.train, precision="fp32")  # least squares needs all digits
     resolved = dataclasses.replace(resolved, recipe=dataclasses.replace(resolved.recipe, train=train))
     with exclusive_lock(out), replacing_directory(out) as making:
         for line in held_out_lines(resolved):
@@ -348,7 +358,7 @@ def forecast_into(resolved: Resolved, out: Path, *, quiet: bool = False, draw: D
 
 
 def _noisy(recipe: Recipe, noise: float, prepared: Prepared) -> np.ndarray:
-    """The labels with the wrong ones that a run of this seed and share of noise has."""
+    """Return the labels with the noise that a run of this seed and noise level has."""
     if not noise:
         return _labels(prepared.train)
     data = dataclasses.replace(recipe.data, label_noise=noise)
@@ -370,14 +380,15 @@ def _write(out: Path, rows: Sequence[dict[str, Any]], document: Mapping[str, Any
 
 
 def summary(recipe: Recipe, axes: Axes, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The answers: where the recipe's own setting lies, what more rows and rank would do, where the threshold is."""
+    """Summarise the forecast: the error at the recipe's own setting, the effect of more rows and rank, and the
+    threshold."""
     metric = "loss" if recipe.task.has_targets else "error"
     decays = sorted({row["optimizer.weight_decay"] for row in rows})
     noise = min(axes.noises, key=lambda value: abs(value - recipe.data.label_noise))
     rank = min(axes.ranks, key=lambda value: abs(value - recipe.adapter.rank))
 
     def table(column: str, along: str, **held: Any) -> np.ndarray:
-        """[draws, positions]."""
+        """Return values of shape [draws, positions]."""
         wanted = {"adapter.rank": rank, "data.train.limit": axes.rows[-1], "data.label_noise": noise} | held
         wanted.pop(along)
         values = axes.rows if along == "data.train.limit" else axes.ranks

@@ -1,10 +1,11 @@
-"""Judge finished runs: one on its own mesh, by its directory alone, or several and bare backbones on the same rows.
+"""Evaluate finished runs: one on its own mesh, by its directory alone, or several runs and base models on the same
+rows.
 
     flatshift eval runs/first --data more.jsonl --json
-    flatshift eval runs/first flatshift-5m --data texts.jsonl --group-by lang --out judged
+    flatshift eval runs/first flatshift-5m --data texts.jsonl --group-by lang --out evaluated
 
-Side by side, each is judged beside the backbone that it changes. Differences are paired: both models are asked of the
-same draws of rows.
+In the second form each run is compared with the backbone that it changes. Differences are paired: both models use the
+same bootstrap draws of rows.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ from flatshift.finetune.seeds import derive
 
 DOCUMENT = "evaluation.json"
 _LONGEST = 1024
-"""Tokens of a window, at most, where none is asked for."""
+"""Maximum tokens of a window if none is set."""
 
 
 def judge_side_by_side(
@@ -83,11 +84,11 @@ def judge_side_by_side(
     quiet: bool = False,
     page: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
-    """Judge runs and bare backbones on the rows of `data`, or on the dev and test rows of the first run.
+    """Evaluate runs and base models on the rows of `data`, or on the dev and test rows of the first run.
 
-    A bare backbone is asked as the first run on it is, else as a language model of whole documents.
+    A base model is evaluated like the first run on it, else as a language model of whole documents.
 
-    group_by: a column of the rows; every figure is also given for each of its values.
+    group_by: a column of the rows; every metric is also given for each of its values.
     trained: values of that column that the adapters were trained on; the others are where they may have forgotten.
     window, overlap: tokens read at once, and how many of them are context; of tasks over whole documents.
     few_shot: put the rows by a prompt, and rank its candidates, instead of what the subjects' tasks do.
@@ -133,7 +134,7 @@ def judge_side_by_side(
 
 @dataclass(frozen=True)
 class _How:
-    """How rows are judged, as `judge_side_by_side` takes it."""
+    """Evaluation options, as `judge_side_by_side` takes them."""
 
     group_by: str | None
     window: int | None
@@ -178,7 +179,7 @@ def _rows(subject: EvaluationTarget, data: Sequence[str], how: _How, notes: list
     recipe, group_by = subject.recipe, how.group_by
     skipped: list[str] = []
     if data:
-        # Ids need not be unique here: parallel texts share theirs.
+        # Ids need not be unique: translations of a text may share theirs.
         columns = dataclasses.replace(recipe.data.columns, id="\0")
         part = SourceFiles("--data", None, tuple(data), columns, "data.columns")
         if how.few_shot is None:
@@ -289,13 +290,13 @@ def _judge_one(
 
 
 def _of_all(figures: Mapping[str, Figure], rows: int, draw: Mapping[str, Any]) -> dict[str, Any]:
-    """The interval of each figure over all rows."""
+    """Return the interval of each metric over all rows."""
     every = np.arange(rows)
     return {name: group_interval(figure, [every], **draw) for name, figure in figures.items()}
 
 
 def _heads(rows: Sequence[Row]) -> list[str | None]:
-    """The beginning of the first rows' texts; None of the others."""
+    """Return the beginning of the first rows' texts; None for the others."""
     texts = [shortened_text(str(row.values.get("text", ""))) for row in rows[:TEXTS_KEPT]]
     return [*texts, *[None] * (len(rows) - len(texts))]
 
@@ -334,7 +335,7 @@ def _documents(
 
 
 def _width(model: Any, recipe: Recipe, window: int | None) -> int:
-    """Tokens of a window. Raises UserError for more than the backbone has positions."""
+    """Return the tokens of a window. Raises UserError for more than the backbone has positions."""
     positions = usable_positions(model.config) or _LONGEST
     room = positions - getattr(model, "soft_tokens", 0)
     if window is not None and not 2 <= window <= room:
@@ -376,8 +377,8 @@ def evaluate_run(
     with (
         cpu_threads(recipe.train.threads),
         watchdog.no_progress_timeout("evaluating"),
-    ):  # the same bits as the run's own eval.json
-        if world.is_main:  # reads all weights; the others take its word
+    ):  # the number of threads affects rounding: with the run's, its eval.json is reproduced bit by bit
+        if world.is_main:  # it alone reads all weights; the other ranks rely on it
             check_run(path, recipe)
         world.wait()
         result = _evaluated(path, recipe, data, Console(quiet=quiet or not world.is_main), world)
@@ -405,5 +406,5 @@ def _evaluated(
 
 
 def render(result: dict[str, dict[str, Any]]) -> str:
-    """The result as lines for a person."""
+    """Format the result as lines."""
     return "\n".join(f"{split:5} {line}" for split, metrics in result.items() for line in format_metrics(metrics))

@@ -1,4 +1,4 @@
-"""What evaluation.json says: figures of every subject, differences on the same draws of rows, and both by group."""
+"""Content of evaluation.json: metrics of every subject, differences on the same bootstrap draws, and both by group."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from flatshift.finetune.evaluate.metrics import metric_of
 from flatshift.finetune.seeds import derive
 
 _FEW = 10
-"""Rows below which a group's figures are called rough."""
+"""Rows below which a group's metrics are called rough."""
 
 
 @dataclass
 class Findings:
-    """Figures of all subjects on all splits, and what can be asked of them further."""
+    """Results of all subjects on all splits, with the per-row metrics for further statistics."""
 
     intervals: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    """subject → split → metric → interval"""
+    """subject → split → metric → interval."""
     figures: dict[tuple[str, str], dict[str, Figure]] = field(default_factory=dict)
     rows: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """Where each example of a subject and split comes from."""
+    """Place of each example of a subject and split."""
     notes: list[str] = field(default_factory=list)
     ranked: dict[tuple[str, str], Ranked] = field(default_factory=dict)
-    """How a subject answered a split, where it was asked by a prompt."""
+    """Ranked candidates of a subject and split, if a prompt was used."""
     written: list[Mapping[str, Any]] = field(default_factory=list)
-    """Lines of generations.jsonl."""
+    """Rows of generations.jsonl."""
     said: list[tuple[str, Mapping[str, Sequence[Any]]]] = field(default_factory=list)
-    """A split and the columns of predictions.parquet, of each subject in turn."""
+    """A split and the columns of predictions.parquet, for each subject in turn."""
 
 
 def document_of(
@@ -51,7 +51,7 @@ def document_of(
     few_shot: FewShot | None,
     trained: Sequence[str],
 ) -> dict[str, Any]:
-    """What evaluation.json holds of `splits`, the rows that all subjects were judged on.
+    """Return the content of evaluation.json; `splits`: the rows that all subjects were evaluated on.
 
     Raises UserError for a value in `trained` that no row has.
     """
@@ -69,7 +69,7 @@ def document_of(
     languages = all(described) and bool(groups)
 
     def places(subject: str, split: str, chosen: Sequence[str] | None) -> np.ndarray:
-        """Numbers of the rows of the split that belong to the groups, as the subject's figures count them."""
+        """Return the indices of the split's rows in the chosen groups, in the order of the subject's metrics."""
         where = found.rows[subject, split]
         if chosen is None:
             return np.arange(len(where))
@@ -81,7 +81,7 @@ def document_of(
         return {"resamples": config.bootstrap, "confidence": config.confidence, "seed": seed}
 
     def of_groups(name: str, split: str, chosen: Sequence[Sequence[str]], base: str | None = None) -> dict[str, Any]:
-        """Every metric over the groups together (one list), or the mean of each over several lists."""
+        """Return every metric over the groups together (one list), or its mean over several lists."""
         mine = found.figures[name, split]
         theirs = None if base is None else _aligned(found, name, base, split)
         result = {}
@@ -89,7 +89,7 @@ def document_of(
             if base is not None and (metric_of(metric).is_floor or metric in (*apart[name, base], "fertility")):
                 continue
             if len(chosen) > 1 and "perplexity" in metric:
-                continue  # the mean of exponentials is the worst one's
+                continue  # a mean of exponentials is dominated by the worst group
             if theirs is not None and metric not in theirs:
                 continue
             parts = [places(name, split, one) for one in chosen]
@@ -167,7 +167,8 @@ def document_of(
 
 
 def _asked(few_shot: FewShot, found: Findings, splits: Sequence[str], references: Mapping[str, str]) -> dict[str, Any]:
-    """What was asked, each subject's accuracy by seed and score, and McNemar's test of the first seed's answers."""
+    """Return the few-shot settings, each subject's accuracy by seed and score, and McNemar's test of the first seed's
+    answers."""
 
     def about(name: str, split: str) -> dict[str, Any]:
         ranked = found.ranked[name, split]
@@ -198,7 +199,7 @@ def _asked(few_shot: FewShot, found: Findings, splits: Sequence[str], references
 
 
 def _kinds(groups: Sequence[str], families: Mapping[str, list[str]], trained: Sequence[str]) -> dict[str, list[str]]:
-    """Sets of groups whose mean is asked for: all, trained on, the others, each family."""
+    """Return the sets of groups to average over: all, trained on, the others, each family."""
     kinds = {"all": list(groups)}
     if trained:
         kinds["trained on"] = [g for g in groups if g in trained]
@@ -208,7 +209,7 @@ def _kinds(groups: Sequence[str], families: Mapping[str, list[str]], trained: Se
 
 
 def _aligned(found: Findings, name: str, base: str, split: str) -> dict[str, Figure]:
-    """The figures of `base`, with its rows counted as those of `name`."""
+    """Return the metrics of `base`, with its rows numbered as those of `name`."""
     mine = {where: i for i, where in enumerate(found.rows[name, split])}
     theirs = found.rows[base, split]
     if theirs == found.rows[name, split]:
@@ -223,8 +224,8 @@ def _aligned(found: Findings, name: str, base: str, split: str) -> dict[str, Fig
 
 
 def _references(subjects: Sequence[EvaluationTarget]) -> dict[str, str]:
-    """What each subject is compared with: a run with the bare backbone that it changes, else with the first run; a
-    bare backbone with the first one."""
+    """Return the reference of each subject: for a run the base model that it changes, else the first run; for a base
+    model the first base model."""
     bare = [subject for subject in subjects if subject.run is None]
     own = {subject.recipe.backbone: subject.name for subject in reversed(bare)}
     runs = [subject for subject in subjects if subject.run is not None]
@@ -248,7 +249,8 @@ def _about(subject: EvaluationTarget, reference: str | None) -> dict[str, Any]:
 
 
 def flat(document: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures as eval.json has them: {split: {metric: …}}, each split under its subject, and its group."""
+    """Return all metrics in the form of eval.json, {split: {metric: …}}, with the subject and the group in the name of
+    the split."""
     flat: dict[str, Any] = {}
     trees = {**document["figures"], **document["differences"]}
     for name, splits in trees.items():
@@ -262,7 +264,7 @@ def flat(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """For a person: every subject's figures, the differences, and each group's headline."""
+    """Format every subject's metrics, the differences, and each group's headline as text."""
     lines = []
     for name, splits in {**document["figures"], **document["differences"]}.items():
         for split, metrics in splits.items():
@@ -291,13 +293,13 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
-    """The figure of a group that is comparable with others', as `shown` has it."""
+    """Format the metric of a group that is comparable with that of others, as `format_metrics`."""
     name = headline_metric(metrics)
     return format_metrics({name: metrics[name]})[0] if name else "–"
 
 
 def headline_metric(metrics: Mapping[str, Any]) -> str | None:
-    """bits per byte where text was judged, else the first of a headline."""
+    """Return bits per byte for text, else the first of the headline metrics."""
     from flatshift.finetune.evaluate.metrics import in_headline_order
 
     ordered = ["bits_per_byte", *in_headline_order(metrics)]

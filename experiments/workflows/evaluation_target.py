@@ -1,7 +1,7 @@
-"""What is judged: runs and bare backbones by their names, and their models, one at a time.
+"""Subjects of an evaluation: runs and base models by their names, and their models, one at a time.
 
-A backbone is loaded once; adapters are put on it in turn and taken off again. What changes frozen weights, or what they
-are called, is loaded anew.
+A backbone is loaded once; adapters are attached to it in turn and removed again. A subject with other frozen weights,
+or other names for them, is loaded again.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from flatshift.finetune.errors import UserError
 
 @dataclass(frozen=True)
 class EvaluationTarget:
-    """What is judged: a run's adapter on its backbone, or a backbone alone."""
+    """Subject of an evaluation: a run's adapter on its backbone, or a base model."""
 
     name: str
     recipe: Recipe
     run: Path | None = None
-    """The run directory; None: the bare backbone."""
+    """Run directory; None: the base model."""
     like: Path | None = None
-    """Of a bare backbone, the run that it is judged like."""
+    """For a base model, the run whose evaluation it copies."""
 
 
 def is_run(name: str) -> bool:
-    """Whether `name` is a run directory, not a backbone."""
+    """Return True if `name` is a run directory, not a backbone."""
     return (Path(name) / "recipe.resolved.yaml").is_file()
 
 
 def subjects_of(
     names: Sequence[str], overrides: Sequence[Branch], has_data: bool, console: Console
 ) -> list[EvaluationTarget]:
-    """What `names` are: run directories, and backbones asked as the first run on them is, else as language models.
+    """Return the subjects that `names` refer to: run directories, and base models evaluated like the first run on them,
+    else as language models.
 
-    Raises UserError for what is neither, and a bare backbone that cannot be judged so.
+    Raises UserError for a name that is neither, and a base model that cannot be evaluated so.
     """
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -101,7 +102,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Adapted:
-    """Models of subjects, one at a time, over as few loads of a backbone as can be."""
+    """Models of subjects, one at a time, with as few loads of a backbone as possible."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -111,7 +112,7 @@ class Adapted:
         self._model: Any = None
 
     def of(self, subject: EvaluationTarget, label_names: tuple[str, ...] | None) -> Any:
-        """The model of `subject` in evaluation precision; the one before it is no more."""
+        """Return the model of `subject` in evaluation precision; the previous model becomes unusable."""
         from flatshift.finetune.adapters.adapter import attach_adapter, load_adapter
         from flatshift.finetune.adapters.offsets import offsets_of
         from flatshift.finetune.compute.cuda_status import resolve_device
@@ -160,7 +161,7 @@ class Adapted:
         )
         load_adapter(self._model, folder)
         if offsets_of(self._model) or recipe.task.new_head or recipe.adapter.soft_tokens is not None:
-            self._base = None  # what it changed cannot be taken off again
+            self._base = None  # such changes cannot be removed again
         return self._model
 
     def _take_off(self) -> None:

@@ -1,9 +1,9 @@
-"""A run's adapter as a folder ready for a hub: plain PEFT files, the tokenizer, a card written from the run; and its
+"""Export of a run's adapter as a folder for a model hub: plain PEFT files, the tokenizer and a model card; and its
 upload.
 
     flatshift export runs/first --out for-the-hub --base-model org/name --license apache-2.0
 
-The folder appears whole or not at all, holds safetensors only, and names no directory of the machine it was made on.
+The folder is written completely or not at all, holds safetensors only, and names no directory of this machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 _FILES = ("adapter_model.safetensors", "adapter_config.json")
-"""What of `adapter/` is handed on, by name: nothing else that came to lie there."""
+"""Files of `adapter/` that are exported; any other file in it is not."""
 
 
 def export(
@@ -44,12 +44,12 @@ def export(
 ) -> dict[str, Any] | None:
     """Write adapter, tokenizer and a model card made from the run to the new directory `out`.
 
-    add: other adapters of the same backbone, `DIR` or `DIR=WEIGHT`; what is written is the run's adapter plus their
-    weighted sum, exactly, as one adapter of the sum of ranks.
+    add: other adapters of the same backbone, `DIR` or `DIR=WEIGHT`; the result is the run's adapter plus their weighted
+    sum, exactly, as one adapter whose rank is the sum of the ranks.
     base_model: hub name of the backbone, for a run that had it as a local directory.
     license: of the adapter, by its name on the hub; without it the card asks for one.
-    The folder is loaded by plain PEFT and compared with the run; returns what `folder_check.compare` returns, None for
-    an adapter that fits quantised weights only (adapter.init: loftq).
+    The folder is loaded by plain PEFT and compared with the run; returns the result of `folder_check.compare`, or None
+    for an adapter that fits quantised weights only (adapter.init: loftq).
     Raises UserError if `path` is no finished run, `out` is not empty or in use, `base_model` is no hub name, or an
     adapter is not of this backbone.
     """
@@ -113,7 +113,7 @@ def _export(
 
 
 def rows_in_reach(recipe: Recipe, labels: tuple[str, ...] | None) -> RunRows | None:
-    """Rows of the run's files; None for one that was copied elsewhere, with its backbone, but not its data."""
+    """Return rows of the run's files; None for a run whose data is not available here."""
     try:
         return run_rows(recipe, labels)
     except (UserError, OSError):
@@ -121,7 +121,10 @@ def rows_in_reach(recipe: Recipe, labels: tuple[str, ...] | None) -> RunRows | N
 
 
 def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
-    """The run's adapter, refused where it fits changed frozen weights, or would be added to; None for soft tokens."""
+    """Return the run's adapter; None for soft tokens.
+
+    Raises UserError for an adapter that fits changed frozen weights, and for soft tokens that would be added to.
+    """
     from flatshift.finetune.adapters.saved import SavedAdapter
 
     if recipe.adapter.projector is not None:
@@ -140,7 +143,7 @@ def _own(path: Path, recipe: Recipe, *, alone: bool) -> SavedAdapter | None:
 
 
 def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
-    """`DIR=WEIGHT` or `DIR` (weight 1) as an adapter of the recipe's backbone and its weight."""
+    """Parse `DIR=WEIGHT` or `DIR` (weight 1) into an adapter of the recipe's backbone and its weight."""
     from flatshift.finetune.adapters.saved import SavedAdapter
 
     name, _, number = text.rpartition("=") if "=" in text else (text, "", "1")
@@ -159,8 +162,8 @@ def _weighted(text: str, recipe: Recipe) -> tuple[SavedAdapter, float]:
 
 
 def require_trained(path: Path, recipe: Recipe) -> None:
-    """Raise UserError unless the run directory `path` has the adapter of all its updates, as it was left, and its
-    backbone as it was: what is handed on is verified. A run that is not evaluated yet is said on stderr."""
+    """Raise UserError unless the run directory `path` has the adapter after all its steps, unchanged, and an unchanged
+    backbone: every export is verified. A run without evaluation is reported on stderr."""
     lacks = [name for name in ("adapter", "eval.json", DONE) if not (path / name).exists()]
     if lacks and not awaits_evaluation(path, recipe):
         raise UserError(
@@ -170,7 +173,7 @@ def require_trained(path: Path, recipe: Recipe) -> None:
 
 
 def known_labels(path: Path, recipe: Recipe) -> tuple[str, ...] | None:
-    """The classes of a run in head order, as `learnt` tells them; None where there are none, as of a regression."""
+    """Return the classes of a run in head order, as in its label record; None for a task without classes."""
     return learnt(recipe, path)[0] if recipe.task.has_classes else None
 
 
@@ -192,12 +195,14 @@ _NAMES = {"Modelfile"}
 
 
 def push(folder: Path, repository: str, *, public: bool = False, message: str | None = None) -> str:
-    """Upload `folder` as one commit to `repository` (ORGANISATION/NAME, made if need be); returns the commit's address.
+    """Upload `folder` as one commit to `repository` (ORGANISATION/NAME, created if necessary); returns the commit's
+    address.
 
-    Sizes of all files, and SHA-256 of those that the hub keeps apart (weights), are then asked of the hub and compared.
-    public: whether everybody may see a repository that is made here; one that is there stays as it is.
-    Raises UserError for a folder that is none of `export` or `merge`, files of other kinds (as pickles), a name that
-    the hub does not allow, a hub that refuses or cannot be reached, and files that came to lie there otherwise.
+    The sizes of all files, and the SHA-256 of those that the hub stores separately (weights), are then queried and
+    compared.
+    public: True makes a newly created repository visible to everybody; an existing one keeps its visibility.
+    Raises UserError for a folder that is not from `export` or `merge`, files of other kinds (such as pickles), a name
+    that the hub does not allow, a hub that refuses or cannot be reached, and uploaded files that differ.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
@@ -215,7 +220,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
             repo_id=repository, folder_path=folder, commit_message=message or f"Upload {folder.resolve().name}"
         )
         there = {found.path: found for found in api.get_paths_info(repository, sorted(files), revision=made.oid)}
-    except Exception as error:  # of requests, the hub and its storage, each of many kinds
+    except Exception as error:  # requests, the hub and its storage raise many kinds
         reason = shortened(first_line(error), 160)
         raise UserError(
             f"the model hub did not take it ({reason}); log in with `hf auth login` (a token that may write), and look "
@@ -230,7 +235,7 @@ def push(folder: Path, repository: str, *, public: bool = False, message: str | 
 
 
 def files_to_upload(folder: Path) -> dict[str, Path]:
-    """What is to be uploaded, by its name there."""
+    """Return the files to upload, by their names on the hub."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; make one with `flatshift export` or `flatshift merge`")
     if (folder / RECIPE).is_file():

@@ -1,9 +1,10 @@
-"""Few-shot by ranking: rows put as a prompt says, worked examples before them, and the likeliest candidate taken.
+"""Few-shot evaluation by ranking: rows formatted by a prompt, preceded by worked examples; the likeliest candidate is
+the answer.
 
     flatshift eval flatshift-5m --data test.jsonl --prompt nli --shots 4 --shots-from train.jsonl
 
-Worked examples are drawn from the training file by named seeds, the same for all rows of a seed (of a language, where
-the prompt has several); a row that is among them gets the next one drawn instead of itself.
+Worked examples are drawn from the training file by named seeds, the same for all rows of a seed (of a language, if the
+prompt has several); a row that is among them gets the next one drawn instead of itself.
 """
 
 from __future__ import annotations
@@ -36,22 +37,23 @@ SCORES: tuple[Score, ...] = ("sum", "label", "mean", "byte", "pmi", "calibrated"
 
 @dataclass(frozen=True, kw_only=True)
 class FewShot:
-    """What is asked of every subject."""
+    """Few-shot settings, the same for every subject."""
 
     prompt: Prompt
     name: str
     shots: int = 0
     """Worked examples before each row."""
     source: tuple[str, ...] = ()
-    """Files that they are drawn from."""
+    """Files that the worked examples are drawn from."""
     seeds: tuple[int, ...] = (0,)
-    """Names of the draws."""
+    """Seeds of the draws."""
     score: Score = "sum"
-    """By what candidates are ranked: the log-likelihood of all after the context (`sum`, as mGPT and lm-eval's acc), of
-    the label's own tokens (`label`), `sum` a token (`mean`) or a byte (`byte`), less that after a context without the
-    row's words (`pmi`), or the label's less that after contexts that say nothing (`calibrated`, arXiv 2102.09690)."""
+    """Score that ranks candidates: the log-likelihood of all tokens after the context (`sum`, as mGPT and lm-eval's
+    acc), of the label's own tokens (`label`), `sum` per token (`mean`) or per byte (`byte`), `sum` minus that after a
+    context without the row's words (`pmi`), or the label's minus that after content-free contexts (`calibrated`, arXiv
+    2102.09690)."""
     spoken: str | None = None
-    """Put every row by this one of the prompt's wordings."""
+    """Wording of the prompt to use for every row."""
 
     def __post_init__(self) -> None:
         if self.shots < 0:
@@ -71,25 +73,25 @@ class FewShot:
 
 @dataclass
 class Ranked:
-    """How one subject answered."""
+    """Answers of one subject."""
 
     figures: dict[str, Figure] = field(default_factory=dict)
     """accuracy and chance; with labels also f1_macro, matthews, majority_floor: means over the seeds."""
     right: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), bool))
-    """(seeds, rows)"""
+    """True for right answers, shape (seeds, rows)."""
     others: dict[str, float] = field(default_factory=dict)
-    """Accuracy by every score, for information: to choose among them takes rows of their own."""
+    """Accuracy by every score, for information: choosing among them requires separate rows."""
     by_seed: list[float] = field(default_factory=list)
     predictions: list[list[str]] = field(default_factory=list)
     dropped: int = 0
     """Worked examples left out because they did not fit."""
     cut: int = 0
-    """Rows cut on the left because they did not fit even alone."""
+    """Rows truncated on the left because they did not fit even alone."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_prompt(name: str) -> Prompt:
-    """A prompt of a file, or a shipped one by name. Raises UserError with file:line."""
+    """Read a prompt from a file, or a shipped one by name. Raises UserError with file:line."""
     path = shipped().get(name)
     if path is None:
         path = Path(name)
@@ -98,13 +100,13 @@ def read_prompt(name: str) -> Prompt:
     found: Prompt = build(Prompt, parse_file(path))
     try:
         found.columns()
-    except UserError as error:  # its templates
+    except UserError as error:  # an error in its templates
         raise UserError(f"{path}: {error}") from None
     return found
 
 
 def read_shots(asked: FewShot, columns: Columns) -> list[Row]:
-    """The rows that worked examples are drawn from. Raises UserError for fewer than asked for."""
+    """Return the rows that worked examples are drawn from. Raises UserError for fewer than needed."""
     if not asked.shots:
         return []
     rows = read_rows(asked.source, columns=columns, required=asked.prompt.columns(), setting="data.columns")
@@ -126,7 +128,7 @@ def rank_rows(
 ) -> Ranked:
     """Rank the candidates of every row under every seed.
 
-    The model is called as it stands: put it into evaluation mode before. window: tokens that a text may have.
+    The model must be in evaluation mode already. window: maximum tokens of a text.
     """
     try:
         found = Ranked(notes=check(asked.prompt, tokenizer))
@@ -177,7 +179,7 @@ def _mean_of(figures: Sequence[Figure]) -> Figure:
 
 
 def _contexts(items: Sequence[Asked], source: Sequence[Row], asked: FewShot, seed: int) -> list[list[str]]:
-    """The worked examples before each row, in order."""
+    """Return the worked examples before each row, in order."""
     if not asked.shots:
         return [[] for _ in items]
     by = asked.prompt.by if asked.spoken is None else None
@@ -210,7 +212,7 @@ def _scored(
     inference: EvalBatching,
     found: Ranked,
 ) -> dict[str, list[NDArray[np.float64]]]:
-    """Every score of every candidate: `SCORES` → item → (K,)."""
+    """Return every score of every candidate: `SCORES` → item → (K,)."""
     texts = [
         [_put(shots, before, said, item.after, asked) for before, said in zip(item.before, item.said, strict=True)]
         for item, shots in zip(items, contexts, strict=True)
@@ -240,7 +242,7 @@ def _scored(
 
 
 def _normalised(logs: NDArray) -> NDArray:
-    """log of the shares along the last dim."""
+    """Return the log of the shares along the last dim."""
     top = logs - logs.max(-1, keepdims=True)
     shares: NDArray = top - np.log(np.exp(top).sum(-1, keepdims=True))
     return shares
@@ -255,7 +257,7 @@ def _sums(
     inference: EvalBatching,
     *, label: bool = False,
 ) -> list[NDArray[np.float64]]:  # fmt: skip
-    """Log-likelihoods of texts, each of which is scored once however often it occurs."""
+    """Return the log-likelihoods of texts; each distinct text is scored once."""
     distinct = list(dict.fromkeys(one for item in texts for one in item))
     made = cut(tokenizer, distinct, begin)
     logs = [scored[0] for scored in score(model, [[one] for one in made], inference)]
@@ -276,7 +278,8 @@ def _fitted(
     window: int,
     found: Ranked,
 ) -> list[list[Candidate]]:
-    """Candidates that fit `window` tokens: first worked examples are left out, the earliest first, whole ones."""
+    """Return candidates that fit `window` tokens: whole worked examples are left out first, starting with the
+    earliest."""
     flat = cut(tokenizer, [one for item in texts for one in item], begin)
     made, at = [], 0
     for item in texts:
@@ -307,8 +310,8 @@ def _fitted(
 
 
 def mcnemar(ours: NDArray, theirs: NDArray) -> dict[str, Any]:
-    """Exact McNemar test of two models' right answers to the same rows: rows that only one of them gets right, and the
-    two-sided p of their share being one half. Arguments: bool (rows,)."""
+    """Return the exact McNemar test of two models' right answers to the same rows: the numbers of rows that only one of
+    them gets right, and the two-sided p of their share being one half. Arguments: bool (rows,)."""
     from scipy.stats import binomtest
 
     gained, lost = int((ours & ~theirs).sum()), int((theirs & ~ours).sum())

@@ -1,8 +1,8 @@
-"""A folder that leaves, compared with the run that it is of: plain transformers and PEFT load it in a process that
-never imports this project, and are asked what the run's own model answers.
+"""Comparison of an exported folder with its run: plain transformers and PEFT load it in a process that never imports
+this project, and answer the same inputs as the run's own model.
 
-Compared are logits on rows of the run, greedy answers to two prompts and where they stop, and the names of classes.
-What memory does not hold in float32 stays in its files, on either side, and is read block by block.
+Compared are logits on rows of the run, greedy answers to two prompts and their ends, and the names of classes. A model
+that exceeds memory in float32 stays in its files, on either side, and is read block by block.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _ROWS, _TOKENS, _LIKELIEST = 8, 32, 5
 _PROMPTS, _LONGEST = 4, 256
 """Prompts of a reference, of which the first two are answered, and tokens of each."""
 _ANSWER, _STREAMED_ANSWER = 16, 3
-"""Tokens of a greedy answer, at most: of a model in memory, and of one that is read anew for each."""
+"""Maximum tokens of a greedy answer: for a model in memory, and for one that is read from disk again for each token."""
 _MEMORY_SHARE = 0.5
 FAR = {False: 0.25, True: 1e-3}
-"""Largest difference of logits, as a share of the largest, that rounding explains: of 16 bits, of 32 and more."""
+"""Largest difference of logits, as a share of the largest logit, that rounding explains: to 16 bits (False), to 32 bits
+(True)."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,18 @@ class Expected:
     """Answers of the run's own model, in float32."""
 
     work: Path
-    """Holds its logits and the inputs, as `plain_check` reads them."""
+    """Directory of its logits and the inputs, in the format that `plain_check` reads."""
     inputs: tuple[str, ...]
     batches: int
     drawn: bool
-    """On tokens drawn by the seed, as the run's rows are out of reach."""
+    """True if compared on tokens drawn by the seed, because the run's rows are unavailable."""
     rows: int
     reference: list[dict[str, Any]]
-    """Of prompts: `text`, `whole` (the tokenizer called with the text makes these tokens), `ids`, `next` (the likeliest
-    next tokens with their log probabilities), and of the first two `answer`, `ended`, `most` (tokens of an answer) and
-    `margins` (of each token of the answer: how far its logit is above the second)."""
+    """Reference of each prompt: `text`, `whole` (True if tokenizing the text gives these tokens), `ids`, `next` (the
+    likeliest next tokens with their log probabilities), and for the first two `answer`, `ended`, `most` (maximum tokens
+    of an answer) and `margins` (for each token of the answer, its logit minus the second largest)."""
     memory: int | None
-    """Bytes that a model may take; None: it is read whole."""
+    """Bytes that a model may take; None: it is loaded completely."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Gguf:
 
 
 def alone_in_float32(recipe: Recipe) -> Recipe:
-    """The same run in one process, computed in float32 on the backbone's float weights."""
+    """Return the recipe for one process in float32, on the backbone's float weights."""
     train = dataclasses.replace(recipe.train, precision="fp32", quantization=None, backbone_dropout=None, device="cpu")
     return dataclasses.replace(recipe, train=train, mesh=Mesh())
 
@@ -91,10 +92,10 @@ def expected(
     *,
     added: Sequence[tuple[Path, float]] = (),
 ) -> Iterator[Expected]:
-    """Answers of backbone + adapter in float32; its files are gone at the end.
+    """Compute the answers of backbone + adapter in float32; their files are deleted at the end of the block.
 
-    rows: of the run, whole (`run_rows`); None: out of reach. ends: tokens at which an answer is over. added: other
-    adapters whose changes come on top, and their weights.
+    rows: all rows of the run that are compared (`run_rows`); None: unavailable. ends: tokens that end an answer. added:
+    other adapters whose changes are added, and their weights.
     """
     from safetensors.torch import save_file
 
@@ -122,7 +123,7 @@ def expected(
         del tensors
         reference = [] if not recipe.task.is_generative else _reference(exact, model, tokenizer, rows, ends, memory)
         del model
-        gc.collect()  # hooks make cycles of it, and the folder's model comes next
+        gc.collect()  # reference cycles of hooks keep the model alive, and the folder's model is loaded next
         yield Expected(work, tuple(batches[0]), len(batches), drawn, count, reference, memory)
 
 
@@ -249,6 +250,7 @@ def _judged(
             continue
         pairs = zip([*one["answer"], None], [*said["ids"], None], strict=False)
         parts = next(k for k, (a, b) in enumerate(pairs) if a != b)
+        # Within twice the largest logit difference, rounding can swap the two likeliest tokens.
         if not one["margins"][min(parts, len(one["margins"]) - 1)] <= 2 * difference:
             raise UserError(
                 f"plain transformers answers the prompt {shortened(one['text'], 60)!r} with the tokens {said['ids']}"
@@ -292,7 +294,8 @@ def _names(wanted: Expected, names: list[str], classes: str) -> list[list[str]]:
 
 
 def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> list[dict[str, Any]]:
-    """Of a head's rows one padded batch, as its users make them; of others the first tokens of each row."""
+    """Return the inputs: for a head one padded batch of rows, as its users make them; else the first tokens of each
+    row."""
     examples = [example for _, example in run_rows(recipe, labels, most=_ROWS, whole=False)]
     task = recipe.task
     if task.is_sequence_level:
@@ -302,8 +305,10 @@ def _inputs(recipe: Recipe, labels: tuple[str, ...] | None, tokenizer: Any) -> l
 
 
 def drawn_inputs(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """Rows of plain tokens drawn by `train.seed`, for a run whose own are out of reach; all end with the same token, as
-    a head over an encoder-decoder asks for."""
+    """Return rows of plain tokens drawn by `train.seed`, for a run whose own rows are unavailable.
+
+    All end with the same token, as a head over an encoder-decoder requires.
+    """
     import numpy as np
     import torch
 
@@ -372,7 +377,7 @@ def _reference(
 
 
 def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None) -> list[float]:
-    """At each token of an answer, and behind it: by how much the likeliest logit is above the second."""
+    """Return for each token of an answer, and for the one after it, the likeliest logit minus the second."""
     import torch
 
     device = next(p.device for p in model.parameters() if not p.is_meta)
@@ -388,7 +393,7 @@ def _margins(model: Any, prompt: list[int], answer: list[int], start: int | None
 
 
 def _fits(recipe: Recipe) -> bool:
-    """True if half of the free memory holds the backbone in float32."""
+    """Return True if half of the free memory holds the backbone in float32."""
     from flatshift.finetune.models.safetensors_index import read_index
 
     entries = read_index(open_backbone(recipe.backbone).directory).values()
@@ -398,9 +403,9 @@ def _fits(recipe: Recipe) -> bool:
 def streamed(
     recipe: Recipe, labels: tuple[str, ...] | None, adapter: Path, *, added: Sequence[tuple[Path, float]] = ()
 ) -> Any:
-    """Backbone + adapter in float32, whose frozen weights stay in their files until the block that they are of runs.
+    """Build backbone + adapter in float32; frozen weights stay in their files until their block runs.
 
-    added: other adapters whose changes come on top of the frozen weights, and their weights.
+    added: other adapters whose changes are added to the frozen weights, and their weights.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -442,7 +447,8 @@ def streamed(
 
 
 def available_memory() -> int:
-    """Bytes of host memory that are free for this process: of the machine, and of the limit of its control group."""
+    """Return the bytes of host memory available to this process: of the machine, or within its control group's
+    limit."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Let a finished run write: prompts in, answers out, from the run directory alone.
+"""Text generation with a finished run: prompts in, answers out, from the run directory alone.
 
 flatshift generate runs/first --prompt "The enzyme" --data more.jsonl --out answers.jsonl
 """
@@ -42,19 +42,19 @@ def generate_from_run(
     out: Path | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Continue prompts by the adapter of a run, in one process whatever mesh it was trained on.
+    """Continue prompts with the adapter of a run, in one process whatever mesh it was trained on.
 
-    prompts: texts that go through the run's own prompt template; of a chat run, the first turn of a user. data: files
-    whose rows do; of a chat run, conversations, whose last answer is left out if it is there. raw: `prompts` are read
-    by the model as they stand.
+    prompts: texts for the run's own prompt template; for a chat run, the first turn of a user. data: files whose rows
+    fill the template; for a chat run, conversations, whose last answer is left out if present. raw: pass `prompts` to
+    the model without a template.
     decoding: fields of `flatshift.finetune.evaluate.generation.Decoding` that differ from its defaults; the run's
         `task.max_new_tokens` is the default where the task has one, and `task.num_beams` where nothing is drawn.
     overrides: another `train.device` than the run's; `data.columns` and `data.bad_rows` of the rows of `data`.
     out: JSONL file to write, whole or not at all.
     Returns a record for each prompt, texts first, then rows in order: `{id, prompt, text, tokens, ended}`; `text` is
-    what was written, exactly, `tokens` their number, `ended` whether the model closed its answer itself.
-    Raises UserError if `path` is no finished run, its task writes no text, `out` exists or is in use, or a prompt is
-    not text in Unicode, does not fit, or does not fill a template of several columns.
+    the exact generated text, `tokens` their number, `ended` True if the model closed its answer itself.
+    Raises UserError if `path` is no finished run, its task generates no text, `out` exists or is in use, or a prompt is
+    not valid Unicode, does not fit, or does not fill a template of several columns.
     """
     with nullcontext() if out is None else exclusive_lock(out):
         if out is not None and out.exists():
@@ -98,7 +98,7 @@ def _generate(
     if batch_size < 1:
         raise UserError(f"--batch-size: {batch_size} is too small; give at least 1")
     for number, text in enumerate(prompts, start=1):
-        if has_half_pair(text):  # what no UTF-8 holds: Python's stand-in for a byte that it could not read
+        if has_half_pair(text):  # a lone surrogate: Python's stand-in for a byte that is not UTF-8
             raise UserError(f"--prompt {number} is not valid UTF-8; write it in that encoding")
     console = Console(quiet=quiet)
     tokenizer = open_backbone(recipe.backbone).tokenizer
@@ -163,12 +163,12 @@ def adapted_recipe(path: Path, overrides: Sequence[Branch] = (), *, other_rows: 
 
 
 def alone(recipe: Recipe) -> Recipe:
-    """The same run in one process."""
+    """Return the recipe for one process."""
     return dataclasses.replace(recipe, mesh=Mesh())
 
 
 def render(records: Sequence[dict[str, Any]]) -> str:
-    """For a person: what was written, below its prompt where there are several."""
+    """Format the generated texts, below their prompts if there are several."""
     if len(records) == 1:
         return str(records[0]["text"])
     return "\n\n".join(f"{record['id']}: {record['prompt']}\n→ {record['text'].strip()}" for record in records)

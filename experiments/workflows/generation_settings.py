@@ -1,5 +1,5 @@
-"""End tokens of an exported model: the tokens that training supervised as the end, beside the backbone's
-own, in `generation_config.json`, and in `config.json` where a decoder keeps them there."""
+"""End tokens of an exported model: those that training had as the end of an answer, in addition to the backbone's own,
+in `generation_config.json`, and for a decoder also in `config.json`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ SETTINGS = "generation_config.json"
 
 
 def trained_ends(path: Path) -> dict[str, int]:
-    """The tokens by which the supervised answers of the run in `path` ended, by how they are written: its manifest
-    notes them."""
+    """Return the tokens that ended the trained answers of the run in `path`, by their text, from its manifest."""
     found: dict[str, int] = read_object(path / "manifest.json", "ends")["ends"]
     return found
 
 
 def all_ends(recipe: Recipe, trained: Iterable[int]) -> list[int]:
-    """Every token at which an answer is over: the backbone's own, the `trained` ones, the tokenizer's."""
+    """Return every token that ends an answer: the backbone's own, the `trained` ones, the tokenizer's."""
     backbone = open_backbone(recipe.backbone)
     closing = end_token(backbone.tokenizer)
     return list(dict.fromkeys([*_own_ends(backbone), *trained, *([] if closing is None else [closing])]))
 
 
 def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) -> None:
-    """Write the backbone's own generation settings into `folder`, with these `ends` and a token to pad with."""
+    """Write the backbone's own generation settings into `folder`, with these `ends` and a padding token."""
     from transformers import GenerationConfig
 
     backbone = open_backbone(recipe.backbone)
@@ -47,12 +46,13 @@ def save_generation_settings(recipe: Recipe, folder: Path, ends: Sequence[int]) 
 
 
 def set_ends(config: Any, ends: Sequence[int]) -> None:
-    """Let a decoder's configuration name these `ends` where it names one; an encoder-decoder's heads need a single."""
+    """Set these `ends` in a decoder's configuration if it names one; the heads of an encoder-decoder need a single
+    one."""
     from huggingface_hub.errors import StrictDataclassError
 
     for one in (config, config.get_text_config()):
         if getattr(one, "eos_token_id", None) is not None and not config.is_encoder_decoder:
-            with contextlib.suppress(StrictDataclassError):  # an architecture that takes a single one
+            with contextlib.suppress(StrictDataclassError):  # an architecture that allows a single one only
                 one.eos_token_id = _shown(ends)
 
 

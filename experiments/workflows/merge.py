@@ -1,8 +1,9 @@
-"""A run's adapter folded into its backbone: a model folder that plain transformers loads.
+"""Merge of a run's adapter into its backbone: a model folder that plain transformers loads.
 
     flatshift merge runs/first --out merged
 
-The folder appears whole or not at all, holds safetensors only, and is re-opened and compared before it gets its name.
+The folder is written completely or not at all, holds safetensors only, and is read back and compared before it gets its
+name.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ RECORD = "merge.json"
 
 
 def merge(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
-    """Write the backbone with the run's adapter folded in, to the new directory `out`.
+    """Write the backbone with the run's adapter merged in, to the new directory `out`.
 
-    Folding is done in float64 and rounded once, file by file and some rows at a time: neither the model nor a file of
-    it is ever whole in memory. Some rows of every changed weight are then read back and compared with the same sum, and
-    the folder is compared with the run (`flatshift.experiments.workflows.folder_check`). An adapter that was trained on
-    a quantised backbone (`quantization` of the result) is folded into the float weights, which are not the ones that it
-    saw.
+    Merging is done in float64 and rounded once, file by file and some rows at a time: neither the model nor one of its
+    files is ever completely in memory. Some rows of every changed weight are then read back and compared with the same
+    sum, and the folder is compared with the run (`flatshift.experiments.workflows.folder_check`). An adapter that was
+    trained on a quantised backbone (`quantization` of the result) is merged into the float weights, which differ from
+    those it was trained on.
 
-    The tokenizer is saved as `flatshift.experiments.workflows.saved_tokenizer` has it, and compared with training's own
-    tokens. What training supervised as the end of an answer ends those of plain `generate` too.
+    The tokenizer is saved as in `flatshift.experiments.workflows.saved_tokenizer`, and compared with training's own
+    tokens. The tokens that training had as the end of an answer also end those of plain `generate`.
     dtype: of the written weights; `auto` keeps the backbone's own, tensor by tensor.
-    Returns what `merge.json` in `out` holds: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
+    Returns the content of `merge.json` in `out`: `dtype`, `quantization`; `rounding`, by dtype the `largest` distance
     |round(W + sBA) − (W + sBA)| of any merged weight and the largest `relative` to its row's largest value;
-    `largest_rounding`, the relative distance found in the rows that were read back; what
-    `folder_check.compare` returns; `tokenized_rows`, how many rows of the run the saved tokenizer was compared on;
+    `largest_rounding`, the relative distance found in the rows that were read back; the result of
+    `folder_check.compare`; `tokenized_rows`, the number of rows of the run that the saved tokenizer was compared on;
     `adapter_sha256`.
     Raises UserError if `path` is no finished run, `out` is not empty or in use, the backbone changed or its weights are
-    quantised in its own files, the adapter is none that can be folded in, plain transformers answers otherwise than the
-    run, or the saved tokenizer reads other tokens than training did.
+    quantised in its own files, the adapter cannot be merged, plain transformers answers differently from the run, or
+    the saved tokenizer gives other tokens than training.
     """
     with exclusive_lock(out):
         refuse_old(out)
@@ -70,7 +71,7 @@ def merge(path: Path, out: Path, *, dtype: Dtype = "auto") -> dict[str, Any]:
 
 
 def require_foldable(path: Path, recipe: Recipe) -> None:
-    """Raise UserError unless the run in `path` is trained and has an adapter that weights can take in."""
+    """Raise UserError unless the run in `path` is trained and has an adapter that can be merged into weights."""
     require_trained(path, recipe)
     if recipe.adapter.soft_tokens is not None:
         instead = "take `flatshift export`" if recipe.adapter.projector is None else "use the adapter as it is"
@@ -81,7 +82,7 @@ def require_foldable(path: Path, recipe: Recipe) -> None:
             "weights only; use it there, or train without loftq to merge"
         )
     _refuse_quantised(recipe)
-    SavedAdapter.find(str(path), where=str(path))  # refuses one that fits changed frozen weights
+    SavedAdapter.find(str(path), where=str(path))  # refuses an adapter that fits changed frozen weights
 
 
 def merge_into(
@@ -142,7 +143,8 @@ def _merge_by_files(
     cast: Any,
     trained: list[int],
 ) -> tuple[dict[str, Any], float]:
-    """Weight files, config.json and generation_config.json; roundings of all weights, and of the rows read back."""
+    """Write the weight files, config.json and generation_config.json; returns the roundings of all weights, and the
+    largest of the rows read back."""
     import torch
 
     from flatshift.finetune.adapters.merge import merge_files, read_changes, spot_check
@@ -174,8 +176,8 @@ _NOT_KEPT = ("auto_map", "dtype", "torch_dtype", "transformers_version", "_name_
 
 
 def _keep_older_keys(before: Path, after: Path) -> None:
-    """Put back what transformers reads from a config.json and no longer writes (`n_ctx`, `rope_theta`, `rotary_pct`):
-    other programs read it there."""
+    """Restore the keys that transformers reads from a config.json and no longer writes (`n_ctx`, `rope_theta`,
+    `rotary_pct`), which other programs need."""
     old, new = read_object(before), read_object(after)
     for name, value in old.items():
         if isinstance(value, dict) and isinstance(new.get(name), dict):
@@ -195,7 +197,7 @@ def _refuse_quantised(recipe: Recipe) -> None:
 
 
 def stored_dtype(recipe: Recipe) -> Any:
-    """The dtype of the backbone's own weight files: of most of their values."""
+    """Return the dtype of most values in the backbone's own weight files."""
     from flatshift.finetune.models.safetensors_index import read_index
 
     sizes: dict[Any, int] = {}

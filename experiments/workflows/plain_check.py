@@ -1,7 +1,7 @@
-"""Ask a folder that leaves what its run would answer: `python -P plain_check.py DIRECTORY`, with plain transformers and
-PEFT, and nothing of this project.
+"""Query an exported folder for comparison with its run: `python -P plain_check.py DIRECTORY`, using plain transformers
+and PEFT and nothing of this project.
 
-DIRECTORY holds `asked.json` and `asked.safetensors`, which the caller wrote; the answers go to `found.json` there.
+DIRECTORY holds `asked.json` and `asked.safetensors`, written by the caller; the answers go to `found.json` there.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def compared(asked: Mapping[str, Any], work: Path) -> dict[str, Any]:
 
 
 def ask(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any]) -> None:
-    """Put into `found` what the model says."""
+    """Store the model's answers in `found`."""
     import torch
     from safetensors import safe_open
 
@@ -72,7 +72,7 @@ def ask(model: Any, asked: Mapping[str, Any], work: Path, found: dict[str, Any])
 
 
 def chosen(logits: list[float], names: list[str], *, several: bool) -> list[str]:
-    """The class of the largest logit, or all those above 0."""
+    """Return the class of the largest logit, or all classes with a logit above 0."""
     if several:
         return [name for name, logit in zip(names, logits, strict=True) if logit > 0]
     return [names[max(range(len(logits)), key=logits.__getitem__)]]
@@ -82,7 +82,7 @@ def chosen(logits: list[float], names: list[str], *, several: bool) -> list[str]
 
 
 def load(asked: Mapping[str, Any], work: Path) -> Any:
-    """The folder's model in float32, in evaluation mode; larger ones than memory take stay in their files."""
+    """Load the folder's model in float32, in evaluation mode; weights beyond the memory limit stay in their files."""
     import torch
     import transformers
 
@@ -115,12 +115,12 @@ def load_gguf(asked: Mapping[str, Any]) -> Any:
 
 
 def plain(name: str) -> str:
-    """A parameter's name in the model that PEFT wraps."""
+    """Return the name of a parameter of a PEFT model in the model that PEFT wraps."""
     return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def offloaded(model: Any) -> Callable[[str], Any]:
-    """Reads a weight that transformers left on disk, by its name; accelerate's hooks, which would, are taken off."""
+    """Return a function that reads a weight left on disk by its name; removes accelerate's hooks, which would do it."""
     import torch
     from accelerate.hooks import remove_hook_from_module
 
@@ -136,7 +136,7 @@ def offloaded(model: Any) -> Callable[[str], Any]:
     del model.hf_device_map
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
-            if parameter is not None:  # hollow, not on meta: PEFT puts its own where the weights are
+            if parameter is not None:  # expanded zeros instead of meta: PEFT creates its weights on the device of these
                 hollow = torch.zeros((), dtype=torch.float32).expand(parameter.shape)
                 value = hollow if parameter.is_meta else parameter.detach().float()
                 module._parameters[leaf] = torch.nn.Parameter(value, requires_grad=False)
@@ -144,12 +144,12 @@ def offloaded(model: Any) -> Callable[[str], Any]:
 
 
 def is_hollow(parameter: Any) -> bool:
-    """True if a parameter has no values of its own."""
+    """Return True if a parameter has no values: on the meta device, or expanded from one number."""
     return bool(parameter.is_meta or (parameter.numel() > 1 and not any(parameter.stride())))
 
 
 def stream(model: Any, read: Callable[[str], Any]) -> None:
-    """Have the hollow parameters read by their names while the block runs that they are of, and no longer."""
+    """Load the hollow parameters of a block by name before it runs, and drop them afterwards."""
     from torch import nn
 
     def hold(module: Any, hollow: list[tuple[Any, str, str, Any]]) -> None:
@@ -177,8 +177,8 @@ def stream(model: Any, read: Callable[[str], Any]) -> None:
 
 
 def blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
-    """(name, module, with what is inside) of the modules that are filled at once: the members of module lists, and
-    what has none inside; of the others only their own parameters."""
+    """Yield (name, module, recursive) of the modules that are loaded at once: members of module lists, modules without
+    such a list inside, and the direct parameters of all others."""
     from torch import nn
 
     seen: set[int] = set()
@@ -206,7 +206,7 @@ def blocks(model: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 def ends_of(model: Any, asked: Mapping[str, Any]) -> list[int]:
-    """The tokens at which `generate` ends with the folder's own settings."""
+    """Return the tokens at which `generate` ends with the folder's own settings."""
     import transformers
 
     settings = model.generation_config
@@ -219,7 +219,7 @@ def ends_of(model: Any, asked: Mapping[str, Any]) -> list[int]:
 
 
 def generate(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **how: Any) -> list[int]:
-    """Tokens that `generate` writes behind a prompt."""
+    """Return the tokens that `generate` produces after a prompt."""
     import torch
 
     ids = torch.tensor([prompt["ids"]])
@@ -229,8 +229,10 @@ def generate(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], **
 
 
 def answer(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends: list[int]) -> dict[str, Any]:
-    """The greedy answer, without the token that ends it, and whether one did. Of the folder's settings only those of
-    the end hold: a run asks for no penalties and forces no tokens."""
+    """Return the greedy answer without its end token, and True if it ended by one.
+
+    Of the folder's settings only the end tokens are used: a run applies no penalties and forces no tokens.
+    """
     import transformers
 
     base = model.get_base_model() if asked["backbone"] is not None else model
@@ -246,7 +248,7 @@ def answer(model: Any, prompt: Mapping[str, Any], asked: Mapping[str, Any], ends
 
 
 def stops_at(model: Any, end: int, asked: Mapping[str, Any], ends: list[int]) -> bool:
-    """True if `generate`, by the folder's settings, goes no further than `end`, which it is made to write first."""
+    """Return True if `generate`, with the folder's settings, stops at `end`, which it is forced to produce first."""
 
     def force(ids: Any, scores: Any) -> Any:
         scores[:] = -1e9

@@ -1,9 +1,9 @@
-"""What a run says of rows, one by one: labels with probabilities, numbers, answers, or how surprised it is by a text.
+"""Predictions of a run for single rows: labels with probabilities, numbers, answers, or the perplexity of a text.
 
 flatshift predict runs/first --data new.jsonl --out labels.csv
 
-Rows are read and written a part at a time, so their number does not matter; a killed command goes on at its last whole
-part. The answers are not needed: a column that holds them is not looked at.
+Rows are read and written in parts, so their number does not matter; a killed command resumes after its last complete
+part. Labels are not needed: a column that holds them is ignored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Record = dict[str, Any]
 
 
 class Predictor:
-    """A run's adapter on its backbone, ready to be asked; one process, whatever mesh it was trained on."""
+    """A run's adapter on its backbone, ready for prediction; one process, whatever mesh it was trained on."""
 
     def __init__(
         self,
@@ -72,23 +72,23 @@ class Predictor:
         self.backbone = open_backbone(recipe.backbone)
         self.tokenizer = self.backbone.tokenizer
         self.engine, _ = load_model(recipe, self.task, self.label_names, adapter=path / "adapter")
-        if not self.task.has_reference:  # which is what the layers compute without the adapter
+        if not self.task.has_reference:  # merging would destroy its reference, the model without the adapter
             _fold(self.engine.judged, recipe)
         self.bad_rows = bad_rows
         self.skipped: list[str] = []
-        """`file:line: reason` of rows that could not be shown."""
+        """`file:line: reason` of skipped rows."""
         self.cut = 0
-        """Rows that were longer than `train.max_length`."""
+        """Number of rows longer than `train.max_length`."""
         self.open_answers = 0
-        """Answers that the limit of new tokens cut."""
+        """Number of answers cut by the limit of new tokens."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that a row must have."""
+        """Columns that a row must have."""
         return self.task.asked_columns()
 
     def __call__(self, rows: Sequence[Row | str | Mapping[str, Any]]) -> list[Record]:
-        """A record for each row that is not skipped, in order: its id, what was read, what the model says of it.
+        """Return a record for each row that is not skipped, in order: its id, its input, and the predictions.
 
         Raises UserError for a row that cannot be shown to the model.
         """
@@ -108,7 +108,7 @@ class Predictor:
         return Row(values, str(values.get("id", number)), f"row {number}", record, number - 1)
 
     def _judged(self, rows: Sequence[Row]) -> list[Record]:
-        """By one pass over encoded rows."""
+        """Predict by one forward pass over encoded rows."""
         from flatshift.finetune.evaluate.evaluator import Evaluator
 
         task, train = self.task, self.recipe.train
@@ -137,7 +137,7 @@ class Predictor:
         with evaluating(self.engine.judged):
             columns = task.predict(judge, encoded.examples)
         texts = [name for name in (*self.columns, *task.optional_columns()) if name != "label"]
-        places = {example.where: i for i, example in enumerate(encoded.examples)}  # of a document its first piece
+        places = {example.where: i for i, example in enumerate(encoded.examples)}  # the first piece of a document
         records = []
         for row in rows:
             if (i := places.get(row.where)) is None:
@@ -147,7 +147,7 @@ class Predictor:
         return records
 
     def _written(self, rows: Sequence[Row]) -> list[Record]:
-        """By letting the model answer."""
+        """Predict by generating answers."""
         from flatshift.finetune.evaluate.generation import Decoding, continue_prompts
 
         task = self.task
@@ -175,8 +175,8 @@ class Predictor:
 
 
 def _fold(model: Any, recipe: Recipe) -> None:
-    """Fold LoRA factors into this process's float32 weights: half the products of a pass, the same to 1e-6. Narrower
-    weights would be rounded by it and stay apart."""
+    """Merge LoRA factors into this process's float32 weights: half the products of a pass, equal to 1e-6. Weights of
+    lower precision would be rounded by it and are not merged."""
     from peft.tuners.lora import LoraModel
 
     if isinstance(getattr(model, "base_model", None), LoraModel):
@@ -196,7 +196,7 @@ def predict_from_run(
     overrides: Sequence[Branch] = (),
     quiet: bool = False,
 ) -> int:
-    """Write what the run at `path` says of every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
+    """Write the predictions of the run at `path` for every row of `data` to `out` (.jsonl, .csv, .tsv or .parquet).
 
     Parts that are finished lie beside `out` until it is whole; the same call goes on with them. After a refusal so does
     one whose files were mended: parts of the same rows are kept.
@@ -329,7 +329,7 @@ def _batched(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _assemble(parts: Sequence[Path], to: Path, suffix: str) -> None:
-    """The parts as one file of the kind that `suffix` names."""
+    """Join the parts into one file of the kind that `suffix` names."""
     if suffix == ".jsonl":
         with to.open("wb") as stream:
             for part in parts:

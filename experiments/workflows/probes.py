@@ -1,9 +1,9 @@
-"""Probes of association and co-occurrence: what models say of groups, by word lists of one's own.
+"""Probes of association and co-occurrence: the statements of models about groups, measured with word lists.
 
     flatshift eval runs/first flatshift-5m --probe occupations --samples 25 --out probed
 
-Association asks each model for the likelihood of paired sentences; with samples it continues the probe's prompts, and
-what co-occurs is counted in what it wrote; with `data` also in those texts.
+Association compares the likelihoods of paired sentences under each model. With samples, each model continues the
+probe's prompts, and co-occurrences are counted in its texts; with `data` also in those texts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NOTES = (
 
 
 def read_probe(name: str) -> WordListProbe:
-    """A probe of a file, or a shipped one by name. Raises UserError with file:line."""
+    """Read a probe from a file, or a shipped one by name. Raises UserError with file:line."""
     path = shipped().get(name, Path(name))
     if not path.is_file():
         raise UserError(f"--probe: {name} is no file and none of the shipped probes ({', '.join(shipped())})")
@@ -58,13 +58,14 @@ def probe_models(
     command: str = "",
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Ask runs and bare backbones by a probe.
+    """Apply a probe to runs and base models.
 
-    sampling: continue the probe's prompts so; what is kept of a command that was cut off is not written again.
+    sampling: continue the probe's prompts with these settings; texts kept by an interrupted command are not generated
+    again.
     data: texts in which co-occurrence is counted too.
-    out: a new directory for probe.json and generations.jsonl, whole or not at all.
-    Returns what probe.json holds: `{models: {name: {association, cooccurrence}}, data, notes, …}`.
-    Raises UserError for what is no causal language model, and probes that lack what is asked.
+    out: a new directory for probe.json and generations.jsonl, written completely or not at all.
+    Returns the content of probe.json: `{models: {name: {association, cooccurrence}}, data, notes, …}`.
+    Raises UserError for a model that is no causal language model, and probes without the lists that are needed.
     """
     if not probe.templates and sampling is None and not data:
         raise UserError("this probe has no templates; give --samples N to continue its prompts, or --data FILE")
@@ -104,7 +105,7 @@ def _ask(
     adapted: Adapted,
     console: Console,
 ) -> tuple[dict[str, Any], list[Mapping[str, Any]]]:
-    """Figures of one model, and lines of generations.jsonl."""
+    """Return the results of one model, and rows of generations.jsonl."""
     from flatshift.finetune.compute.cuda_status import resolve_device
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.text import score_texts
@@ -144,7 +145,7 @@ def _ask(
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """For a person: a line a figure."""
+    """Format one line per result."""
     lines = []
     for name, found in document["models"].items():
         lines.append(name)

@@ -1,4 +1,4 @@
-"""The parts of a run directory: which are finished, what stays of a run that failed, what a resumed one must find."""
+"""The parts of a run directory: finished parts, clean-up of a failed run, checks before a resume."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LAST = (FINE_TUNE, "train")
 _PAGE = "report.html"
 _KEPT = {".json", ".jsonl", ".yaml", ".txt", ".tsv", ".parquet", ".jinja"}
 _ANEW = {"log.txt", "sharpness.json", "harness.json"}
-"""What later commands write."""
+"""Files that later commands write."""
 
 
 def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> bool:
-    """True if every part of the run is there, with as many steps and evaluated as the recipe asks for; `drawn`: its
-    page too. before: the recipe that the run has."""
+    """Return True if every part of the run exists, with as many steps and the evaluation that the recipe asks for;
+    `drawn`: its page too. before: the current recipe of the run."""
     if (recipe.eval, recipe.task) != (before.eval, before.task):
         return False
     done = path / "stages" / FINE_TUNE / DONE
@@ -39,10 +39,10 @@ def is_finished(path: Path, recipe: Recipe, before: Recipe, *, drawn: bool) -> b
 
 
 def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
-    """True if the fine-tune has made all its updates, the run's adapter is the one that it left, and only the
-    evaluation is missing.
+    """Return True if only the evaluation is missing: the fine-tune has made all its steps, and the run's adapter is its
+    result.
 
-    Of a head that was folded back into the targets' own units (`Task.own_units`) the weights are others by intent.
+    If a head was folded back into the units of the targets (`Task.own_units`), its weights differ on purpose.
     """
     done, adapter = path / "stages" / FINE_TUNE / DONE, path / "adapter"
     if not (done.is_file() and adapter.is_dir()) or (path / "eval.json").exists():
@@ -53,11 +53,11 @@ def awaits_evaluation(path: Path, recipe: Recipe) -> bool:
 
 
 def check_run(path: Path, recipe: Recipe) -> None:
-    """Raise UserError if what reading the run's adapter depends on is not as the run left it.
+    """Raise UserError if the files that the run's adapter depends on have changed.
 
-    That is its recipe, what it learnt of its data, and its backbone; the adapter is compared where it is read. Of a run
-    without a record of its files only the backbone can be compared, which is said on stderr, as is a run whose
-    evaluation is still to come.
+    These are its recipe, the label record of its data, and its backbone; the adapter is compared when it is read. For a
+    run without a record of its files only the backbone can be compared; that, and a missing evaluation, is reported on
+    stderr.
     """
     if not (path / DONE).is_file():
         if awaits_evaluation(path, recipe):
@@ -74,10 +74,7 @@ def check_run(path: Path, recipe: Recipe) -> None:
 
 @contextmanager
 def with_resume_hint(path: Path) -> Iterator[None]:
-    """Ends an interruption inside, however it came, with the command by which the run in `path` goes on.
-
-    Raises Interrupted for it.
-    """
+    """Turn any interruption in the block into Interrupted with the command that resumes the run in `path`."""
     command = f"`{resume_command(path)}`"
     try:
         yield
@@ -90,19 +87,21 @@ def with_resume_hint(path: Path) -> Iterator[None]:
 
 
 def _is_whole(page: Path) -> bool:
-    """Whether a page is there to its last line; one that is cut is drawn anew."""
+    """Return True if a page is complete to its last line; a truncated one is drawn again."""
     return page.is_file() and page.read_bytes().rstrip().endswith(b"</html>")
 
 
 def check_finished(path: Path) -> None:
-    """Raise UserError if a finished run, or a stage of it, is not as it was left (`check_files`)."""
+    """Raise UserError if a file of a finished run, or of a stage of it, has changed (`check_files`)."""
     for folder in (path, *sorted((path / "stages").glob("*/"))):
         check_files(folder)
 
 
 def check_going_on(path: Path, steps: int) -> None:
-    """Raise UserError if a run that ended is to be trained up to another `steps`, and the checkpoint that it ended with
-    is damaged: the updates since the one before would be made anew by another schedule."""
+    """Raise UserError if an ended run is to be trained to another `steps` and its last checkpoint is damaged.
+
+    The steps since the checkpoint before it would be repeated with another schedule.
+    """
     done = path / "stages" / FINE_TUNE / DONE
     if not done.is_file():
         return
@@ -116,9 +115,10 @@ def check_going_on(path: Path, steps: int) -> None:
 
 
 def check_evaluation(path: Path, recipe: Recipe, before: Recipe) -> None:
-    """Raise UserError for another evaluation where the rest of the training would be another one by it.
+    """Raise UserError for changed evaluation settings that the rest of the training depends on.
 
-    before: the recipe that the run has."""
+    before: the current recipe of the run.
+    """
     done = path / "stages" / FINE_TUNE / DONE
     if recipe.task == before.task or (done.is_file() and read_object(done)["target_steps"] == recipe.train.steps):
         return
@@ -133,7 +133,7 @@ def check_evaluation(path: Path, recipe: Recipe, before: Recipe) -> None:
 
 
 def run_sums(path: Path) -> dict[str, str]:
-    """SHA-256 of what stays of a finished run and is read again: all but logs, checkpoints and pages."""
+    """Return the SHA-256 of the files of a finished run that are read again: all but logs, checkpoints and pages."""
     found = [*(path / "adapter").glob("*"), *(path / INITIAL).glob("*")]
     for folder in (path, path / "selection", *(path / "stages").glob("*/")):
         found += [file for file in folder.glob("*") if file.suffix in _KEPT and not file.name.startswith(".")]
@@ -141,13 +141,13 @@ def run_sums(path: Path) -> dict[str, str]:
 
 
 def updates_made(path: Path) -> int:
-    """Updates of the run's fine-tune so far."""
+    """Return the number of optimizer steps of the run's fine-tune so far."""
     made = [line["step"] for line in read_metrics(path / METRICS) if (line.get("stage"), line.get("split")) == _LAST]
     return max((step for step in made if isinstance(step, int)), default=0)
 
 
 def check_steps_not_reduced(path: Path, steps: int) -> None:
-    """Raise UserError for fewer steps than the run has made: what it holds is of more."""
+    """Raise UserError for fewer steps than the run has already made."""
     most = updates_made(path)
     if steps < most:
         raise UserError(
@@ -157,7 +157,7 @@ def check_steps_not_reduced(path: Path, steps: int) -> None:
 
 
 def recipe_inputs(recipe: Recipe) -> list[str]:
-    """Every input file that the recipe names, once each."""
+    """Return every input file that the recipe names, once each."""
     files = [*recipe.data.train.all_files, *recipe.data.dev.files, *recipe.data.test.files]
     if recipe.select is not None and recipe.select.from_ is not None:
         files.append(str(Path(recipe.select.from_) / "selected.jsonl"))
@@ -168,7 +168,7 @@ def recipe_inputs(recipe: Recipe) -> list[str]:
 
 
 def check_inputs(path: Path) -> None:
-    """A resumed run must read what it read before."""
+    """Raise UserError if an input file of a resumed run has changed."""
     manifest = read_object(path / "manifest.json", "inputs")
     for before in manifest["inputs"]:
         (now,) = describe([before["path"]])
@@ -178,7 +178,7 @@ def check_inputs(path: Path) -> None:
 
 
 def discard_failed_run(path: Path, console: Console) -> None:
-    """What becomes of a run that failed by its settings: what was finished stays, else the directory goes."""
+    """Delete the directory of a run that failed by its settings, unless it holds a selection or metrics."""
     chosen = path / "selection"
     if not chosen.exists() and not (path / METRICS).exists():
         shutil.rmtree(path)
@@ -190,7 +190,7 @@ def discard_failed_run(path: Path, console: Console) -> None:
 
 
 def remove_weights(path: Path) -> None:
-    """Drop what only a continued training needs: checkpoints and adapters (sweep cells keep their figures)."""
+    """Delete checkpoints and adapters, which only continued training needs (sweep cells keep their metrics)."""
     for name in ("state", "adapter"):
         shutil.rmtree(path / name, ignore_errors=True)
     for stage in (path / "stages").glob("*/adapter"):

@@ -1,9 +1,9 @@
-"""Several texts after each prompt, in figures: how much they differ, whether programs pass, how toxic the worst is.
+"""Evaluation of several texts generated after each prompt: diversity, passing programs, toxicity.
 
     flatshift eval runs/first flatshift-5m --data prompts.jsonl --samples 25 --top-p 0.9 --out written
 
-What is written lies in `.NAME.written.jsonl` beside the new directory while it is under way, and is not written again
-by the same command; in the end it is generations.jsonl there.
+Finished texts are kept in `.NAME.written.jsonl` next to the new directory, so that the same command does not generate
+them again; in the end they are its generations.jsonl.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from flatshift.finetune.tasks import Task
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """What is written after each prompt, and what is asked of it."""
+    """Settings of the generated texts and of their evaluation."""
 
     samples: int
-    """Texts a prompt."""
+    """Texts per prompt."""
     temperature: float = 1.0
-    """Divides the logits before a draw."""
+    """Divisor of the logits before sampling."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together have this probability."""
     max_new_tokens: int = 20
-    """Longest text, tokens."""
+    """Maximum tokens of a text."""
     seed: int = 0
-    """Of the draws, which the batch size does not change."""
+    """Seed of the draws, which do not depend on the batch size."""
     programs: bool = False
-    """Run each text, behind its prompt and before the row's `test`, as a program in a sandbox."""
+    """Run each text as a program in a sandbox, after its prompt and before the row's `test`."""
     pass_at: tuple[int, ...] = (1,)
-    """k of pass@k."""
+    """Values of k for pass@k."""
     toxicity: str | None = None
     """Run directory of a classifier whose class `toxic` scores the texts."""
     toxic: str = "toxic"
-    """That class."""
+    """Name of the toxic class."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -66,7 +66,7 @@ class Sampling:
         self.decoding()
 
     def decoding(self) -> Decoding:
-        """How tokens are chosen. Raises UserError for settings that do not go together."""
+        """Return the decoding settings. Raises UserError for settings that contradict each other."""
         try:
             return Decoding(
                 max_new_tokens=self.max_new_tokens, temperature=self.temperature, top_p=self.top_p, seed=self.seed
@@ -77,12 +77,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SavedSamples:
-    """What a command that was cut off had written; `path` None: nothing is kept."""
+    """Texts that an interrupted command has already generated; `path` None: nothing is kept."""
 
     path: Path | None
 
     def read(self, key: str) -> dict[int, str]:
-        """Texts by place, of this key; a torn last line is left out."""
+        """Return the texts of `key` by index; a truncated last line is skipped."""
         found: dict[int, str] = {}
         if self.path is not None and self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -95,7 +95,7 @@ class SavedSamples:
         return found
 
     def add(self, key: str, place: int, text: str) -> None:
-        """Keep one more."""
+        """Append one text."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"key": key, "place": place, "text": text}, ensure_ascii=False) + "\n")
@@ -113,9 +113,9 @@ def write_samples(
     *,
     bar: Callable[[int], None] = lambda done: None,
 ) -> list[list[str]]:
-    """`asked.samples` texts after each row's prompt; what `kept` has is not written again.
+    """Generate `asked.samples` texts after each row's prompt, except those already in `kept`.
 
-    name: of the model, for what is kept.
+    name: of the model, as the key of kept texts.
     """
     task.check_writes()
     if task.encoder_decoder:
@@ -146,8 +146,8 @@ def write_samples(
 
 
 def check_rows(rows: Sequence[Row], asked: Sampling) -> None:
-    """Raise UserError, before anything is written, for what would be missing afterwards: a sandbox, the rows' tests, a
-    classifier with that class."""
+    """Raise UserError, before anything is generated, for a missing sandbox, rows without tests, or a classifier without
+    the class."""
     if asked.programs:
         refuse_unless_contained()
         for row in rows:
@@ -157,7 +157,7 @@ def check_rows(rows: Sequence[Row], asked: Sampling) -> None:
 
 
 def figures_of(rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampling) -> dict[str, Figure]:
-    """What was asked of the texts, a figure each: means over the prompts that have one."""
+    """Compute the requested metrics of the texts: means over the prompts that have a value."""
     values: dict[str, list[float | None]] = {
         name: [function(one) for one in texts] for name, function in functions("samples").items()
     }
@@ -179,7 +179,7 @@ def figures_of(rows: Sequence[Row], texts: Sequence[Sequence[str]], asked: Sampl
 
 
 def _passed(rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[int]:
-    """How many texts of each row pass its test."""
+    """Return the number of texts of each row that pass its test."""
     programs = []
     for row, written in zip(rows, texts, strict=True):
         test = _test_of(row)
@@ -198,7 +198,7 @@ def _test_of(row: Row) -> str:
 
 
 def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
-    """Its run, its recipe, and its classes."""
+    """Return the classifier's run, its recipe, and its classes."""
     path = Path(str(asked.toxicity))
     recipe = alone(adapted_recipe(path))
     check_run(path, recipe)
@@ -210,7 +210,7 @@ def _classifier(asked: Sampling) -> tuple[Path, Recipe, tuple[str, ...]]:
 
 
 def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[float]]:
-    """The classifier's probability of its toxic class for every text; 0 for an empty one."""
+    """Return the classifier's probability of its toxic class for every text; 0 for an empty one."""
     from flatshift.experiments.workflows.build import load_model
     from flatshift.finetune.models.backbone import open_backbone
 
@@ -240,7 +240,7 @@ def _toxic_scores(asked: Sampling, texts: Sequence[Sequence[str]]) -> list[list[
 
 
 def records(name: str, rows: Sequence[Row], texts: Sequence[Sequence[str]]) -> list[Mapping[str, Any]]:
-    """Lines of generations.jsonl."""
+    """Return the rows of generations.jsonl."""
     return [
         {"by": name, "where": row.where, "prompt": row.values["text"], "texts": list(written)}
         for row, written in zip(rows, texts, strict=True)

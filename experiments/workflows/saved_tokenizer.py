@@ -1,5 +1,5 @@
-"""The tokenizer that is handed on with a run's adapter or merged model: made so that it reads a text as training did,
-saved, read again as a stranger would, and compared with training's own tokens on rows of the run."""
+"""Tokenizer of an exported adapter or merged model: set up to tokenize as in training, saved, loaded again without this
+project's settings, and compared with training's own tokens on rows of the run."""
 
 from __future__ import annotations
 
@@ -18,28 +18,27 @@ _ROWS = 64
 """Rows of the run that are compared."""
 _ANY_LENGTH = 1 << 30
 _PROBES = ("some text", "Über 3 Wörter,\nin two lines", "猫が座った。")
-"""What is compared where the run's rows are out of reach."""
+"""Texts to compare if the run's rows are unavailable."""
 
 RunRows = list[tuple[Row, Example]]
 
 
 def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tuple[Any, int]:
-    """Write the run's tokenizer into `folder`; returns it as it was read again, and the number of compared rows.
+    """Write the run's tokenizer into `folder`; returns it as loaded again, and the number of compared rows.
 
-    rows: rows of the run with their examples, as `run_rows` gives them; None: out of reach, probes are compared.
-    Raises UserError where the saved tokenizer reads another text than training did.
+    rows: rows of the run with their examples, as from `run_rows`; None: unavailable, probes are compared.
+    Raises UserError if the saved tokenizer gives other tokens than training.
     """
     from transformers import AutoTokenizer
 
     tokenizer, task = open_backbone(recipe.backbone).own_tokenizer(), recipe.task
     task.prepare_tokenizer(tokenizer)
-    if (
-        task.is_sequence_level or task.hides_tokens
-    ):  # cut by `truncation=True` as in training; what writes has the whole room
+    # Heads truncate by `truncation=True` as in training; generative models may use all positions.
+    if task.is_sequence_level or task.hides_tokens:
         tokenizer.model_max_length = recipe.train.max_length
         tokenizer.truncation_side = recipe.train.truncation or task.truncates
         tokenizer.padding_side = "right"
-    for name in ("is_local", "local_files_only"):  # of this machine's files
+    for name in ("is_local", "local_files_only"):  # they are about files of this machine
         tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
     config = open_backbone(recipe.backbone).config
@@ -65,12 +64,12 @@ def save_tokenizer(recipe: Recipe, folder: Path, *, rows: RunRows | None) -> tup
 
 
 def run_rows(recipe: Recipe, labels: tuple[str, ...] | None, *, most: int = _ROWS, whole: bool = True) -> RunRows:
-    """The first rows of the run's test files, else of dev, else of train, each with the example that training makes of
-    it; with `whole` only the rows of a head are cut.
+    """Return the first rows of the run's test files, else of dev, else of train, each with its training example; with
+    `whole` only the rows of a head are truncated.
 
-    Raises UserError or OSError where the files cannot be read, and UserError where no row is left.
+    Raises UserError or OSError if the files cannot be read, and UserError if no row is left.
     """
-    data, task = recipe.data, recipe.task.without_limits()  # shares are of all rows, and these are few
+    data, task = recipe.data, recipe.task.without_limits()  # limits are shares of all rows, and these are few
     backbone = open_backbone(recipe.backbone)
     parts = parts_of(data)
     chosen = parts["test"] or parts["dev"] or parts["train"]

@@ -1,9 +1,9 @@
-"""An endpoint that speaks OpenAI's protocol, to try adapters with whatever client is at hand.
+"""OpenAI-compatible HTTP endpoint, for trying adapters with any client.
 
 flatshift serve runs/first --port 8000
 
-`GET /v1/models`, `POST /v1/chat/completions` and `POST /v1/completions`, streamed by server-sent events where asked;
-the adapter is the `model` of a request. One answer is written at a time: for many users take vLLM (docs/out.md).
+`GET /v1/models`, `POST /v1/chat/completions` and `POST /v1/completions`, streamed by server-sent events on request; the
+adapter is the `model` of a request. One answer is generated at a time: for many users take vLLM (docs/out.md).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from flatshift.experiments.workflows.chat import Reply, WritingRuns
 from flatshift.finetune.errors import UserError
 
 _LONGEST = 4 << 20
-"""Bytes of a request."""
+"""Maximum bytes of a request."""
 _DECODING = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _TAKEN = ("temperature", "top_p", "seed")
 _NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logprobs": False, "logit_bias": {}}
-"""Parameters that clients send along without asking for anything: at these values, or null."""
+"""Parameters that clients send at their defaults: accepted at these values, or null."""
 _IGNORED = {"model", "messages", "prompt", "stream", "user", "n", "stop", "stream_options", *_DECODING, *_TAKEN}
 
 
 class Server(ThreadingHTTPServer):
-    """Answers requests for `runs` at `host:port` (0: any free port)."""
+    """HTTP server that answers requests for `runs` at `host:port` (0: any free port)."""
 
     daemon_threads = True
 
     def __init__(self, runs: WritingRuns, host: str, port: int) -> None:
-        """Raises UserError for an address that cannot be taken."""
+        """Raise UserError for an address that cannot be used."""
         self.runs = runs
         self.began = int(time.time())
         try:
@@ -44,13 +44,13 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
+    """Handler of one request."""
 
     server: Server
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        """The list of runs."""
+        """Return the list of runs."""
         if self.path.rstrip("/") != "/v1/models":
             return self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path}; there is /v1/models")
         models = [
@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         return self._answer({"object": "list", "data": models})
 
     def do_POST(self) -> None:
-        """An answer, or a continuation."""
+        """Return an answer, or a continuation."""
         chat = {"/v1/chat/completions": True, "/v1/completions": False}.get(self.path.rstrip("/"))
         try:
             length = int(self.headers.get("Content-Length") or 0)
@@ -89,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             raise UserError("messages must be a list of messages" if chat else "prompt must be a text")
         decoding = {own: body[key] for key, own in _DECODING.items() if body.get(key) is not None}
         decoding |= {key: body[key] for key in _TAKEN if body.get(key) is not None}
+        # A temperature of 0 means greedy decoding, for which `top_p` has no meaning.
         if not decoding.get("temperature"):
             decoding.pop("top_p", None)
         about = {
@@ -147,11 +148,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def _refuse(self, status: HTTPStatus, why: str) -> None:
-        self.close_connection = True  # what is left of its body is not read
+        self.close_connection = True  # the rest of the request body was not read
         self._answer({"error": {"message": why, "type": "invalid_request_error"}}, status)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing: what is asked is nobody's business."""
+        """Log nothing: requests are private."""
 
 
 def _chunk(chat: bool) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""How sharp is the minimum that a run ended in: `flatshift eval RUN_DIR --sharpness`.
+"""Sharpness of the minimum that a run ended in: `flatshift eval RUN_DIR --sharpness`.
 
-Measured is the run's adapter on fixed rows of one split, in float32 arithmetic on the weights that the run trained
-with. Rows and directions depend on the measurement's seed alone, so runs on the same data and backbone are comparable.
-Writes `sharpness.json`, the charts of it, and the run's report anew.
+Measures the run's adapter on fixed rows of one split, in float32 arithmetic on the weights that the run trained with.
+Rows and directions depend on the measurement's seed alone, so runs on the same data and backbone are comparable. Writes
+`sharpness.json` and its charts, and rewrites the run's report.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 FILE = "sharpness.json"
 SPLITS = ("dev", "test", "train")
-"""The first of these that has rows is measured on, unless one is named."""
+"""Splits in order of preference; the first one with rows is used by default."""
 
 
 def measure_run(
@@ -95,7 +95,7 @@ def measure_run(
         ]
         supervised = sum(micro.supervised for micro in micros)
         head = engine.find_head(micros[0].inputs, task=recipe.task)
-        if recipe.task.has_reference:  # of the weights as they are
+        if recipe.task.has_reference:  # computed with the weights before any perturbation
             micros = with_reference(engine.model, micros, task=recipe.task, head=head)
         unit = recipe.task.loss_denominator if recipe.task.loss_denominator != "tokens" else "supervised tokens"
         console.say(f"sharpness on {len(rows):,} rows of {name} ({supervised:,} {unit})")
@@ -104,7 +104,7 @@ def measure_run(
             found = measure(engine.model, loss, settings, seed=seed, progress=bar)
     result = _result(found, settings, split=name, rows=len(rows), supervised=supervised, seed=seed, path=path)
     write_json(path / FILE, result)
-    for old in (path / "plots").glob("sharpness-*.svg"):  # of another measurement, maybe of a space not asked for now
+    for old in (path / "plots").glob("sharpness-*.svg"):  # of an earlier measurement, maybe of a space not measured now
         old.unlink()
     if draw is not None:
         console.say(f"report: {draw(path)}")
@@ -128,13 +128,13 @@ def _check(path: Path, recipe: Recipe, batches: int, split: str | None, data: Se
 
 
 def _rows(examples: Sequence[Example], count: int, seed: int) -> list[Example]:
-    """`count` examples drawn by `seed` alone: the same for every run on the same rows."""
+    """Return `count` examples drawn by `seed` alone: the same for every run on the same rows."""
     order = numpy_generator(seed, "sharpness", "rows").permutation(len(examples))[:count]
     return [examples[index] for index in sorted(order)]
 
 
 def _widen(model: nn.Module) -> None:
-    """Half-precision weights in float32, value for value; what is quantised stays so."""
+    """Convert half-precision weights to float32, which is exact; quantised weights stay."""
     import torch
 
     from flatshift.regularizers.layers.frozen import is_quantised
@@ -165,7 +165,7 @@ def _result(
 
 
 def render(result: dict[str, Any]) -> str:
-    """The measures as lines for a person: `adapter λ_max 12.3 [12.2, 12.4]`."""
+    """Format the measures as lines: `adapter λ_max 12.3 [12.2, 12.4]`."""
 
     def number(value: float | None) -> str:
         return "–" if value is None else f"{value:.4g}"

@@ -1,9 +1,9 @@
-"""A finished folder of ours, uploaded to an object store: a run, a selection, a sweep or comparison, feature shards.
+"""Upload of a finished folder to an object store: a run, a selection, a sweep or comparison, feature shards.
 
     flatshift push runs/first s3://bucket/runs/first
 
-What says that a folder is finished goes last, so that an upload that broke off is no finished folder. Left out is what
-only going on needs: checkpoints (`state/`), hidden files and locks.
+The files that mark a folder as finished go last, so that an interrupted upload is not mistaken for a finished folder.
+Excluded are files that only a resume needs: checkpoints (`state/`), hidden files and locks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.run_directory import MANIFEST, RECIPE
 
 _LAST = ("config.json", "adapter_config.json", "result.json", MANIFEST, DONE)
-"""Names by which a reader takes a folder for whole, in the order in which they are sent."""
+"""Names by which a reader recognises a complete folder, in the order in which they are uploaded."""
 
 
 def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None] | None = None) -> Uploaded:
-    """Upload `folder` to the address `place`; it is compared there, as `flatshift.finetune.data.upload` says.
+    """Upload `folder` to the address `place` and compare it there, as in `flatshift.finetune.data.upload`.
 
-    progress: called with the bytes that are done and all. Raises UserError for a folder that is none of ours, or not
-    finished, or not as it was left, and what `upload` raises.
+    progress: called with the uploaded and the total bytes. Raises UserError for a folder that is not a product of
+    Flatshift, not finished, or changed, and as `upload`.
     """
     require_finished(folder)
     names = _files(folder)
@@ -41,7 +41,7 @@ def push_to_store(folder: Path, place: str, progress: Callable[[int, int], None]
 
 
 def require_finished(folder: Path) -> None:
-    """Raise UserError unless `folder` is a finished one of ours, with all its files as they were left."""
+    """Raise UserError unless `folder` is a finished product of Flatshift, with all its files unchanged."""
     if not folder.is_dir():
         raise UserError(
             f"{folder}: no such folder; name a run, a selection, a sweep, a comparison, feature shards or an export"
@@ -71,7 +71,7 @@ def _is_features(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> list[str]:
-    """What is sent, by its name from the folder."""
+    """Return the files to upload, relative to the folder."""
     names = []
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder)
@@ -86,5 +86,5 @@ def _files(folder: Path) -> list[str]:
 
 
 def _rank(name: str) -> tuple[int, int]:
-    """Deeper ones first: a stage is finished before its run."""
+    """Return the sort key of a marker: deeper ones first, since a stage is finished before its run."""
     return -name.count("/"), _LAST.index(Path(name).name)

@@ -1,4 +1,4 @@
-"""Tokenizers judged on texts of one's own: how many tokens a language costs, beside one another and beside a reference.
+"""Comparison of tokenizers on given texts: tokens that a language costs, relative to one another and to a reference.
 
 flatshift tokenizer flatshift-5m other/tokenizer.json --data texts.jsonl --group-by lang --reference en
 """
@@ -38,15 +38,15 @@ def judge_tokenizers(
     quiet: bool = False,
     page: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
-    """Cut the texts of `data` by each tokenizer.
+    """Tokenize the texts of `data` with each tokenizer and compare the results.
 
     names: backbones, directories with a tokenizer, or `tokenizer.json` files.
     group_by: a column of the rows, for example their language.
-    reference: the group that others are compared with, on rows with the same `parallel` column: tokens for the
-        same sentences.
-    out: a new directory for tokenizers.json and, by `page`, report.html; whole or not at all.
-    Returns what tokenizers.json holds.
-    Raises UserError for what is no tokenizer, one that cannot say where its tokens lie, and columns that rows lack.
+    reference: the group that others are compared with, on rows with the same `parallel` column: tokens for the same
+    sentences.
+    out: a new directory for tokenizers.json and, by `page`, report.html; written completely or not at all.
+    Returns the content of tokenizers.json.
+    Raises UserError for a name without a tokenizer, a tokenizer without token offsets, and columns that rows lack.
     """
     if not names or not data:
         raise UserError("tokenizer: name one at least, and texts with --data FILE")
@@ -70,7 +70,7 @@ def judge_tokenizers(
 
 
 def open_tokenizer(name: str) -> Any:
-    """The tokenizer of a backbone, a directory or a `tokenizer.json`. Raises UserError."""
+    """Load the tokenizer of a backbone, a directory or a `tokenizer.json`. Raises UserError."""
     from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
     from flatshift.finetune.models.backbone import open_backbone, quiet_transformers
@@ -90,7 +90,7 @@ def open_tokenizer(name: str) -> Any:
                 found = open_backbone(name).tokenizer
     except UserError:
         raise
-    except Exception as error:  # of many kinds, one for each form of file
+    except Exception as error:  # the type depends on the file format
         raise UserError(
             f"{name}: no tokenizer that can be read ({first_line(error)}); name a tokenizer.json"
         ) from error
@@ -108,7 +108,7 @@ def cut_by_each(
     quiet: bool,
     opened: Callable[[str], Any] = open_tokenizer,
 ) -> dict[str, Any]:
-    """What tokenizers.json says of `rows`, cut by each of `names`, which `opened` makes tokenizers of."""
+    """Return the content of tokenizers.json for `rows`, tokenized with each of `names`; `opened` loads a tokenizer."""
     texts = [row.values["text"] for row in rows]
     values = [str(row.values[group_by]) if group_by else "all" for row in rows]
     groups = {value: np.flatnonzero([v == value for v in values]) for value in sorted(set(values))}
@@ -151,8 +151,10 @@ def cut_by_each(
 def _pairs(
     rows: Sequence[Row], groups: Mapping[str, Any], reference: str | None, parallel: str, notes: list[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Of each group, the rows that the reference has too, and those of the reference, pair by pair; of rows of a group
-    that are said to be the same sentence, the first."""
+    """Return for each group the rows that the reference has too, and those of the reference, pair by pair.
+
+    If several rows of a group have the same key, the first one counts.
+    """
     if reference is None:
         return {}
     keys: dict[str, dict[str, int]] = {group: {} for group in groups}
@@ -184,7 +186,7 @@ def _parity(cut: TokenizedTexts, own: Sequence[int], theirs: Sequence[int]) -> f
 
 
 def _interval(cut: TokenizedTexts, places: Any) -> list[float | None]:
-    """Of tokens per word, over documents."""
+    """Return the interval of tokens per word, over documents."""
     if len(places) < 2:
         return [None, None]
     interval = ratio_interval(cut.tokens[places], cut.words[places], resamples=500)
@@ -192,7 +194,7 @@ def _interval(cut: TokenizedTexts, places: Any) -> list[float | None]:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """For a person: a line for each tokenizer and group."""
+    """Format a line for each tokenizer and group."""
     lines = []
     for name, found in document["tokenizers"].items():
         share = found["used"] / found["vocabulary"]

@@ -1,11 +1,11 @@
-"""Tokenizers of several schemes learnt from texts of one's own, and each judged by small models trained alike.
+"""Tokenizers of several schemes trained on given texts, each evaluated by small models trained alike.
 
 flatshift tokenizer train --data texts.jsonl --out DIR
 
-Of every scheme the same training documents make the tokenizer, and then `seeds` small decoders, each shown the same
-bytes in the same order, with equally many parameters. What they make of held-out documents is told in bits per byte,
-the only figure that tokenizers share: its interval is over seeds, and so is that of its difference to the first scheme,
-seed by seed. A finished model survives a kill.
+The same training documents train the tokenizer of every scheme, and then `seeds` small decoders each, which see the
+same bytes in the same order and have equally many parameters. Their loss on held-out documents is given in bits per
+byte, the only metric that is comparable between tokenizers, with intervals over seeds; so is its difference to the
+first scheme, seed by seed. Finished models survive a kill.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flatshift.finetune.train.small_decoder import SmallDecoder
 
 LARGEST_HELD_OUT = 200_000
-"""Bytes of documents that are held out, at most."""
+"""Maximum bytes of held-out documents."""
 
 
 def train_schemes(
@@ -56,12 +56,12 @@ def train_schemes(
     quiet: bool = False,
     page: Callable[[Mapping[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
-    """Train a tokenizer of each scheme on `data` into `out/SCHEME`, and judge each.
+    """Train a tokenizer of each scheme on `data` into `out/SCHEME`, and evaluate each.
 
-    vocabulary: tokens of each, at most; also the rows of every model's embedding.
-    seeds: models of each tokenizer; 0: no model, only the tokenizers and what they make of the held-out documents.
+    vocabulary: maximum tokens of each, and the rows of every model's embedding.
+    seeds: models of each tokenizer; 0: no model, only the tokenizers and their tokens of the held-out documents.
     held_out: share of the documents that neither tokenizers nor models see (200 kB at most), drawn by name.
-    Returns what tokenizers.json holds; under `models` of each scheme `{bits_per_byte, beside, tokens, cells}`.
+    Returns the content of tokenizers.json; under `models` of each scheme `{bits_per_byte, beside, tokens, cells}`.
     Raises UserError for settings out of range, too little text, and an `out` that holds something else.
     """
     from flatshift.finetune.train.small_decoder import SmallDecoder, parameters, train_and_judge
@@ -117,7 +117,7 @@ def train_schemes(
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """For a person: a line for each scheme."""
+    """Format a line for each scheme."""
     lines = []
     for scheme, found in document.get("models", {}).items():
         told = f"{scheme:12} {interval_text(found['bits_per_byte'], '.4f')} bits per byte"
@@ -140,7 +140,8 @@ def _check(schemes: Sequence[str], vocabulary: int, seeds: int, held_out: float)
 
 
 def _split(rows: Sequence[Row], share: float) -> tuple[list[Row], list[Row]]:
-    """Held-out rows and the others, both in file order. A text that is held out is not trained on elsewhere either."""
+    """Return the held-out rows and the others, both in file order; copies of a held-out text are dropped from the
+    others."""
     if len(rows) < 2:
         raise UserError("one document cannot be both trained on and held out; give several")
     wanted, room = max(1, round(share * len(rows))), LARGEST_HELD_OUT

@@ -1,10 +1,10 @@
-"""The fine-tuning journey: select → warm-up → fine-tune → evaluate → report, into one run directory.
+"""The training workflow: select → warm-up → fine-tune → evaluate → report, into one run directory.
 
     flatshift train warmup --out runs/first
     flatshift train --resume runs/first
 
-Each part leaves a finished marker behind, so that `resume` picks up after the last one; inside a stage the loop
-resumes from its newest checkpoint.
+Each part leaves a marker when finished, so that `resume` continues after the last one; inside a stage the loop resumes
+from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import functools
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from flatshift.experiments.workflows.build import (
     COLD,
     COLD_ROWS,
     FinishedSplits,
-    Laid,
+    LoadedModel,
     evaluate_base_model,
     format_metrics,
     judge_splits,
@@ -118,10 +118,10 @@ from flatshift.finetune.run_directory import (
 )
 from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import Task
-from flatshift.finetune.train.loop import TrainingStage, train_stage
 from flatshift.finetune.train.peak_memory import PlannedUpdate
 from flatshift.finetune.train.schedule import Schedule, learning_rate
-from flatshift.finetune.train.stage import check_length
+from flatshift.finetune.train.stage import StageResult, TrainingStage, check_length
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import build as build_regularizer
 
 _LOOKED_AT = 5
@@ -139,19 +139,20 @@ def train(
 ) -> dict[str, Any]:
     """Run a recipe into a new run directory and return its eval.json.
 
-    out: directory to make, by default `runs/DATE-TIME-NAME`. verbose: print plan and first batch whole, as log.txt has
-    them. draw: draws its page when all is done.
+    out: directory to create, by default `runs/DATE-TIME-NAME`. verbose: print plan and first batch in full, as in
+    log.txt. draw: draws the page of the finished run.
     Raises UserError for bad input before anything is trained, Interrupted when stopped with resumable state.
     """
     check_recipe(resolved.recipe)
-    if out is None:
-        with consistency.dated_directory("runs", resolved.name) as out:
-            return train(resolved, out, quiet=quiet, verbose=verbose, draw=draw)
     said: list[str] = []
-    with _mesh(resolved.recipe, path=out) as world, _alone_in(out, world):
+    with ExitStack() as stack:
+        if out is None:
+            out = stack.enter_context(consistency.dated_directory("runs", resolved.name))
+        world = stack.enter_context(_mesh(resolved.recipe, path=out))
+        stack.enter_context(_alone_in(out, world))
         if world.is_main:
             refuse_old(out, resumable=True)
-        # Everything that can be wrong with the input is found before the directory exists.
+        # All input errors are found before the directory exists.
         resolved = resolve_auto(resolved, say=said.append)
         recipe = resolved.recipe
         check_positions(recipe)
@@ -183,14 +184,15 @@ def train(
         try:
             with with_resume_hint(out), run_context(recipe, run, console, world, draw=draw) as context:
                 return execute(context, prepared)
-        except (ValueError, OutOfMemory):  # the user's mistakes are of the first family
+        except (ValueError, OutOfMemory):  # UserError is a ValueError
             if world.is_main:
                 discard_failed_run(run.path, console)
             raise
 
 
 def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
-    """What the run reads, and what it learnt of that beside its weights; the backbone is to be added."""
+    """Return manifest.json: the run's inputs and the facts derived from them, such as classes; the caller adds the
+    backbone."""
     manifest: dict[str, Any] = {"inputs": describe(recipe_inputs(recipe)), "backbone": {}, **learnt_record(prepared)}
     tokenizer = open_backbone(recipe.backbone).tokenizer
     length = recipe.train.max_length
@@ -206,13 +208,14 @@ def _manifest(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
 
 
 def _alone_in(path: Path, world: ProcessMesh, **refusal: str) -> AbstractContextManager[None]:
-    """The main rank owns a run's directory for all."""
+    """Lock a run's directory, on the main rank for all."""
     return exclusive_lock(path, **refusal) if world.is_main else nullcontext()
 
 
 @contextmanager
 def _mesh(recipe: Recipe, *, path: Path) -> Iterator[ProcessMesh]:
-    """This process's place in the recipe's mesh, agreed with the other ranks; left when all is done."""
+    """Join the recipe's mesh, agreed with the other ranks; yields this process's position, and leaves the mesh at the
+    end."""
     world = spawn.join(recipe.mesh, recipe.train.device)
     consistency.require_agreement(world, consistency.intentions(recipe, run=str(path)))
     with watchdog.no_progress_timeout("preparing"):
@@ -228,9 +231,9 @@ def resume(
     verbose: bool = False,
     draw: Draw | None = None,
 ) -> dict[str, Any]:
-    """Continue a run directory exactly where it stopped; a finished one returns at once.
+    """Resume a run directory exactly where it stopped; a finished one returns at once.
 
-    verbose: as in `train`. draw: draws its page when all is done, or where it has none.
+    verbose: as in `train`. draw: draws the page of the finished run, or of one that has none.
     Raises UserError if `path` is no run directory or in use, an input file or the backbone changed, or an override is
     not allowed.
     """
@@ -241,10 +244,11 @@ def resume(
     said: list[str] = []
     with _mesh(resolved.recipe, path=path) as world, _alone_in(path, world, instead=""):
         resolved = resolve_auto(resolved, say=said.append)
+        # The recipe was read before the lock was held: another command may have changed it since.
         if world.is_main:
             if resume_recipe(path, overrides).recipe != found.recipe:
                 raise UserError(f"{path} was changed by another command this moment; run this one again")
-            RunDirectory.open(path)  # repairs what a killed process left torn
+            RunDirectory.open(path)  # repairs files that a killed process left truncated
         world.wait()
         check_steps_not_reduced(path, resolved.recipe.train.steps)
         run = RunDirectory(path, writes=world.is_main)
@@ -259,24 +263,24 @@ def resume(
         check_inputs(run.path)
         if (stretched := _stretched(resolved.recipe, before, run.path)) is not None:
             console.say(stretched)
-        if world.is_main:  # reads all weights; the others take its word
+        if world.is_main:  # it alone reads all weights; the other ranks rely on it
             check_files(run.path)
             check_going_on(run.path, resolved.recipe.train.steps)
             check_backbone(run.path, resolved.recipe)
-            (run.path / DONE).unlink(missing_ok=True)  # it speaks of a run that is finished
+            (run.path / DONE).unlink(missing_ok=True)  # it certifies a finished run
             fsync_directory(run.path)  # before any file that it lists changes
             write_text(run.path / "recipe.resolved.yaml", resolved.to_yaml())
             add_provenance(run.path)
         world.wait()
         prepared = prepare(resolved.recipe)
-        if world.is_main and resolved.recipe.task != before.task:  # classes to be ranked
+        if world.is_main and resolved.recipe.task != before.task:  # the classes to be ranked
             write_json(path / "manifest.json", read_object(path / "manifest.json") | learnt_record(prepared))
         with with_resume_hint(path), run_context(resolved.recipe, run, console, world, draw=draw) as context:
             return execute(context, prepared)
 
 
 def _stretched(recipe: Recipe, before: Recipe, path: Path) -> str | None:
-    """Line on the learning rate of an unfinished run that gets another number of steps."""
+    """Return a sentence on the learning rate of an unfinished run whose number of steps changes."""
     made, steps = updates_made(path), recipe.train.steps
     if steps == before.train.steps or (path / "stages" / FINE_TUNE / DONE).is_file() or made >= steps:
         return None
@@ -288,7 +292,7 @@ def _stretched(recipe: Recipe, before: Recipe, path: Path) -> str | None:
 
 
 def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
-    """Run every part that is not finished yet; returns eval.json. On a mesh every rank calls this."""
+    """Run every unfinished part; returns eval.json. Collective: every rank of a mesh calls this."""
     run = context.run
     started = time.monotonic()
     context.console.outline(check_lines(prepared), check_lines(prepared, whole=True))
@@ -296,25 +300,27 @@ def execute(context: RunContext, prepared: Prepared) -> dict[str, Any]:
     if context.recipe.warmup is not None:
         _select(context)
         warmed = _warm_up(context)
-    trained = _stage(context, fine_tune(context.recipe, prepared, previous=warmed))
-    result = _evaluate(context, prepared, trained)
+    with open_stage(context, fine_tune(context.recipe, prepared, previous=warmed)) as stage:
+        if stage.trainer is not None:
+            stage.result = stage.trainer.fit()
+    result = _evaluate(context, prepared, stage)
     if context.world.is_main:
         write_json(run.path / "timings.json", {"seconds": round(time.monotonic() - started, 2)})
     if context.world.is_main and not context.cell:
-        write_json(run.path / DONE, {FILES: run_sums(run.path)})  # of a cell, its sweep's speaks
+        write_json(run.path / DONE, {FILES: run_sums(run.path)})  # a cell is covered by the record of its sweep
         if context.draw is not None:
             context.console.say(f"report: {context.draw(run.path)}")
     return result
 
 
 def _select(context: RunContext) -> None:
-    """Choose the warm-up data, or take over what is chosen already, on the main rank; the others wait."""
+    """Choose the warm-up data, or copy an existing selection, on the main rank; the others wait."""
     recipe = context.recipe
     assert recipe.select is not None
     finished = recipe.select.from_
     directory = context.run.path / "selection"
     if context.world.is_main and not (directory / "manifest.json").is_file():
-        # A resumed run may change its steps and its mesh, so not the whole recipe names what is being made.
+        # Steps and mesh may change on resume, so the whole recipe cannot identify the selection.
         about = yaml.safe_dump({"seed": recipe.train.seed, "select": dataclasses.asdict(recipe.select)})
         with (
             disk_full_interrupts(f"selecting into {directory}"),
@@ -329,7 +335,7 @@ def _select(context: RunContext) -> None:
 
 
 def _warm_up(context: RunContext) -> Path:
-    """Language modelling on the selection; returns the adapter that fine-tuning continues."""
+    """Train on the language of the selection; returns the adapter that fine-tuning continues."""
     recipe, world = context.recipe, context.world
     assert recipe.warmup is not None
     warmup, folder = recipe.warmup, context.run.path / "selection"
@@ -354,26 +360,28 @@ def _warm_up(context: RunContext) -> Path:
             group=None if task.pack else recipe.train.group,
         ),
     )
-    trained = _stage(context, plan)
+    with open_stage(context, plan) as stage:
+        if stage.trainer is not None:
+            stage.result = stage.trainer.fit()
     # A sweep cell needs only its own figure; before is the same for all of them.
     for name in ("eval",) if context.cell else ("eval", "before"):
         path = context.run.path / "stages" / WARM_UP / f"{name}.json"
         if not path.is_file():
             only = ("test",) if context.cell else ("dev", "test")
-            adapter, model = (trained.adapter, trained.model) if name == "eval" else (None, None)
+            adapter, model = (stage.adapter, stage.model) if name == "eval" else (None, None)
             figures = text_perplexity(
                 recipe, adapter, task=task, only=only, world=world, model=model, watch=context.watch
             )
             if world.is_main:
                 write_json(path, figures)
             world.wait()
-        model = trained.model = None  # memory may not hold two
-    return trained.adapter
+        model = stage.model = None  # memory may not hold two
+    return stage.adapter
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What a stage trains, on what, and how; the rest is its run's (`RunContext`)."""
+    """Task, data and settings of a stage; everything else is in its run's `RunContext`."""
 
     name: str
     task: Task
@@ -381,11 +389,11 @@ class StagePlan:
     optimizer: Optimizer
     train: Train
     previous: Path | None = None
-    """The adapter of the stage before, which it continues."""
+    """Adapter of the previous stage, which this one continues."""
 
 
 def fine_tune(recipe: Recipe, prepared: Prepared, previous: Path | None = None) -> StagePlan:
-    """The recipe's own stage, on its own task."""
+    """Return the plan of the recipe's own stage, on its own task."""
     return StagePlan(
         name=FINE_TUNE,
         task=recipe.task,
@@ -397,21 +405,30 @@ def fine_tune(recipe: Recipe, prepared: Prepared, previous: Path | None = None) 
 
 
 @dataclass
-class Trained:
-    """What a stage leaves to those after it."""
+class OpenStage:
+    """A stage between `open_stage` and its end."""
 
     adapter: Path
-    model: Laid | None = None
-    """What it was trained in, whose backbone serves once more; None where the stage had ended before, or where the
-    frozen weights are others than the adapter's files are told from (`begins_elsewhere`)."""
+    trainer: Trainer | None = None
+    """None where the stage is finished already."""
+    result: StageResult | None = None
+    """To be set by whoever calls `trainer.fit`."""
+    model: LoadedModel | None = None
+    """Engine and tokenizer after the stage, for one more use of the loaded base model; None where the stage was
+    finished before, or where the adapter's initial values changed the frozen weights (`has_custom_init`)."""
 
 
-def _stage(context: RunContext, plan: StagePlan) -> Trained:
-    """Train one stage unless it is finished."""
+@contextmanager
+def open_stage(context: RunContext, plan: StagePlan) -> Iterator[OpenStage]:
+    """Load model and data of a stage; the body calls `trainer.fit`; report and free the optimizer's memory afterwards.
+
+    A context manager, so that the training loop runs in the caller's frame.
+    """
     recipe, console, path = context.recipe, context.console, context.run.path
     adapter, done = (path / "stages" / plan.name / name for name in ("adapter", DONE))
     if done.is_file() and read_object(done, "target_steps")["target_steps"] == plan.train.steps:
-        return Trained(adapter)
+        yield OpenStage(adapter)
+        return
     schedule = Schedule.of(plan.train, plan.optimizer, path / "stages" / plan.name)
     if schedule.begin:
         console.say(schedule.line())
@@ -428,9 +445,13 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
         engine.load_adapter(plan.previous, partial=True)
     else:
         save_initial_adapter(path, recipe, engine, console.say)
-    stage = training_stage(context, plan, engine, tokenizer)
+    settings = training_stage(context, plan, engine, tokenizer)
     with console.task(plan.name, plan.train.steps, "steps") as bar:
-        result = train_stage(engine, tokenizer, dataclasses.replace(stage, on_step=_shows(context, plan, bar)))
+        settings = dataclasses.replace(settings, on_step=_shows(context, plan, bar))
+        stage = OpenStage(adapter, Trainer(engine, tokenizer, settings))
+        yield stage
+    stage.trainer, result = None, stage.result
+    assert result is not None
     if context.world.is_main and (beside := predicted_vs_measured(read_object(done).get("plan") or {})):
         console.detail(f"{plan.name}: {beside}")
     if result.skipped or result.rewinds:
@@ -438,12 +459,12 @@ def _stage(context: RunContext, plan: StagePlan) -> Trained:
             f"{plan.name}: {result.skipped} updates were left out, "
             f"{result.rewinds} spikes rolled back (log.txt has them)"
         )
-    gc.collect()  # the optimizer's state, which cycles of hooks hold
-    return Trained(adapter, None if has_custom_init(recipe.adapter) else (engine, tokenizer))
+    gc.collect()  # the optimizer's state is held by cycles of hooks
+    stage.model = None if has_custom_init(recipe.adapter) else (engine, tokenizer)
 
 
 def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str, Any]], None]:
-    """What tells the progress bar and the probe of an update's line."""
+    """Return the callback that reports a step's row to the progress bar and the probe."""
     rate = ""
 
     def on_step(line: dict[str, Any]) -> None:
@@ -458,7 +479,7 @@ def _shows(context: RunContext, plan: StagePlan, bar: Bar) -> Callable[[dict[str
 
 
 def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokenizer: Any) -> TrainingStage:
-    """What the loop is told of a stage; says what there is to know of it before step 1."""
+    """Build the training loop's stage, and report its data, memory and first batch before step 1."""
     recipe, prepared, task, train = context.recipe, plan.prepared, plan.task, plan.train
     say, last = context.console.say, plan.name == FINE_TUNE
     seed = derive(train.seed, plan.name)
@@ -471,7 +492,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
         max_length=train.max_length,
         pad_id=tokenizer.pad_token_id,
         share=engine.share,
-        multiple=train.max_length if train.compile else engine.multiple,  # one shape, one graph
+        multiple=train.max_length if train.compile else engine.multiple,  # one shape, so that one graph is compiled
         mixture=prepared.mixture,
         group=train.group,
         masking=task.masking(tokenizer),
@@ -486,7 +507,7 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
     if prepared.flipped:
         say(f"label noise: {len(prepared.flipped):,} of {len(prepared.train):,} training labels replaced")
     planned, foretold, read = None, list[str](), task.as_read(train)
-    if not batches.packed and not train.compile:  # rows are padded to the longest of their batch only
+    if not batches.packed and not train.compile:  # rows are padded only to the longest of their batch
         read = dataclasses.replace(read, max_length=min(train.max_length, longest_row(prepared.train)))
     if engine.world.size == 1:
         kind, regularizer = plan.optimizer.kind, recipe.regularizer
@@ -549,8 +570,10 @@ def training_stage(context: RunContext, plan: StagePlan, engine: Engine, tokeniz
 
 
 def _say_capacity(context: RunContext, plan: StagePlan, engine: Engine, batches: TrainingDataLoader) -> None:
-    """What the adapter could hold beside what the stage's labels could ask of it: always in the log, and on the console
-    where the adapter is the smaller. Ranks that hold whole tensors know its size."""
+    """Report the capacity of the adapter compared with the information in the stage's labels.
+
+    Always in the log; on the console if the adapter has less. Only for ranks with whole tensors, which know its size.
+    """
     names, mesh = plan.prepared.label_names, context.recipe.mesh
     each = bits_each(plan.task, None if names is None else len(names))
     if each is None or mesh.tp * mesh.pp > 1:
@@ -586,14 +609,15 @@ def _update_seconds(
     return update_seconds(sizes, cluster, RuleSettings(recipe.mesh, train, recipe.adapter, task))
 
 
-def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict[str, dict[str, Any]]:
+def _evaluate(context: RunContext, prepared: Prepared, trained: OpenStage) -> dict[str, dict[str, Any]]:
     """Judge the chosen adapter on every split and write adapter/ and eval.json at the top of the run."""
     recipe, world = context.recipe, context.world
     engine, tokenizer = trained.model or load_model(
         recipe, recipe.task, prepared.label_names, world=world, adapter=trained.adapter
     )
     if world.is_main:
-        (context.run.path / "eval.json").unlink(missing_ok=True)  # of an adapter or settings before
+        (context.run.path / "eval.json").unlink(missing_ok=True)  # from an earlier adapter or other settings
+    # The trained head predicts normalised targets; the saved one predicts in the units of the data.
     fold_units(engine.parameters, prepared.units)
     engine.save_adapter(context.run.path / "adapter")
     finished = None if context.cell or world.size > 1 else FinishedSplits.at(context.run.path, recipe)
@@ -604,7 +628,7 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
         )
         if context.probe is not None:
             context.probe.judged(recipe, engine, tokenizer, prepared)
-    if world.is_main and not recipe.eval.cold:  # of an evaluation before
+    if world.is_main and not recipe.eval.cold:  # from an earlier evaluation
         for name in (COLD, COLD_ROWS):
             (context.run.path / name).unlink(missing_ok=True)
     if recipe.eval.cold and (recipe.task.new_head or recipe.adapter.soft_tokens is not None):
@@ -612,7 +636,7 @@ def _evaluate(context: RunContext, prepared: Prepared, trained: Trained) -> dict
             "eval.cold: without its trained head or soft tokens this backbone has nothing to be judged by"
         )
     elif recipe.eval.cold and not context.cell:
-        del engine, trained.model  # memory may not hold two
+        del engine, trained.model  # memory may not hold two models
         if finished is None or finished.read("cold") is None:
             cold, tokenizer = load_model(recipe, recipe.task, prepared.label_names, world=world)
             with watchdog.no_progress_timeout("evaluating the cold backbone"):

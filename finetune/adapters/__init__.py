@@ -1,1 +1,1 @@
-"""What an adapter is: PEFT's settings, first values, files, parts folded into frozen weights, and merging."""
+"""Adapters: PEFT's settings, initialisation, files, parts folded into frozen weights, and merging."""

@@ -1,6 +1,6 @@
 """LoRA adapters through PEFT: attached with name-seeded weights, saved in PEFT's own format, read back and compared.
 
-PEFT wraps the frozen model, then every trainable tensor gets its values from its own name, so no draw depends on the
+PEFT wraps the frozen model, then every trainable tensor is initialised by its own name, so no value depends on the
 order of construction, on the layout over a mesh or on global state.
 """
 
@@ -54,19 +54,20 @@ def attach_adapter(
     initial: str | Path | None = None,
     calibration: Calibration | None = None,
 ) -> PeftModel:
-    """Wrap `backbone` (in place) by PEFT: LoRA on `adapter.targets`, and for Classify and Regress the head, all kept in
+    """Wrap `backbone` (in place) with PEFT: LoRA on `adapter.targets`, and for Classify and Regress the head, all in
     `dtype`.
 
-    A ~ Kaiming uniform with a = √5 as in PEFT, B = 0, both and a new head drawn by (`seed`, name); the global random
-    state is left as it was. Other values by `adapter.init` (`flatshift.finetune.adapters.initial_values`).
+    A ~ Kaiming uniform with a = √5 as in PEFT, B = 0, both and a new head seeded by (`seed`, name); the global random
+    state is preserved. Other initial values by `adapter.init` (`flatshift.finetune.adapters.initial_values`).
 
     Args:
-        initial: an adapter saved by `save_adapter` from a model of these settings, whose `adapter.init` or
-            `adapter.under` is taken over instead of worked out: what is folded into the frozen weights, and A and B.
-        calibration: training rows, for an `adapter.init` that looks at them and has no `initial`.
+        initial: an adapter saved by `save_adapter` from a model with these settings, from which the result of
+            `adapter.init` or `adapter.under` is loaded instead of computed: the parts folded into the frozen weights,
+            and A and B.
+        calibration: training examples, for an `adapter.init` that needs them and has no `initial`.
 
     Raises:
-        UserError: a target suffix that no module has, a setting PEFT refuses, an `initial` of other settings.
+        UserError: a target suffix that no module has, a setting PEFT rejects, an `initial` with other settings.
     """
     if adapter.soft_tokens is not None:
         return attach_soft_tokens(backbone, adapter, task=task, seed=seed, dtype=dtype)
@@ -86,7 +87,7 @@ def attach_adapter(
     for parameter in trainable(model).values():
         parameter.data = parameter.data.to(dtype)
     for name, parameter in trainable(model).items():
-        if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude is the backbone's row norm: BA = 0
+        if ".lora_" in name and ".lora_magnitude_vector" not in name:  # a magnitude starts as the backbone's row norm
             _copy(parameter, initial_value(name, parameter.shape, seed, deviation))
     if adapter.init != "default" or adapter.under is not None:
         _begin(model, adapter, seed=seed, initial=initial, calibration=calibration)
@@ -94,7 +95,7 @@ def attach_adapter(
 
 
 def _keep_head(model: nn.Module, new: Iterable[str]) -> None:
-    """A drawn head beneath LoRA belongs to what trains and is saved: no checkpoint has it."""
+    """Make a newly initialised head under LoRA trainable, so that it is saved: no checkpoint has it."""
     names = set(new)
     for name, parameter in model.named_parameters():
         if canonical(name) in names:
@@ -104,7 +105,7 @@ def _keep_head(model: nn.Module, new: Iterable[str]) -> None:
 def _begin(
     model: PeftModel, adapter: Adapter, *, seed: int, initial: str | Path | None, calibration: Calibration | None
 ) -> None:
-    """The values and folded parts that `adapter.init` or `adapter.under` asks for, or those of `initial`."""
+    """Apply the values and folded parts of `adapter.init` or `adapter.under`, or load those of `initial`."""
     dtypes = {name: parameter.dtype for name, parameter in trainable(model).items()}
     if initial is not None:
         kept, beyond = parted(read_adapter(initial), model)
@@ -120,16 +121,16 @@ def _begin(
         if adapter.init == "loftq":
             weights = open_backbone(str(model.get_base_model().name_or_path)).directory
         initialise(model, adapter, seed=seed, calibration=calibration, weights=weights)
-    for name, parameter in trainable(model).items():  # EVA makes factors of other ranks anew
+    for name, parameter in trainable(model).items():  # EVA creates new factors of other ranks
         parameter.data = parameter.data.to(dtypes.get(name, next(iter(dtypes.values()))))
 
 
 def read_under(name: str, model: PeftModel) -> dict[str, Offset]:
-    """What the frozen adapter `name` beneath the one that trains (`adapter.under`) folds into each layer of `model`,
-    without the layer's own scale, in the dtype of the layer's factors: as it will be saved with them.
+    """Return the parts that the frozen adapter `name` under the trained one (`adapter.under`) folds into each layer of
+    `model`, without the layer's own scale, in the dtype of the layer's factors, as they will be saved with them.
 
-    The layer then computes W + s_u·B_u A_u + s·BA, of which A and B train; saved is the sum of both as one adapter of
-    rank r_u + r, so that it stands for itself.
+    The layer then computes W + s_u·B_u A_u + s·BA, of which A and B train; the saved adapter is the sum of both as one
+    adapter of rank r_u + r, which does not depend on `name`.
 
     Raises:
         UserError: no such adapter, one of another backbone, one that is more than a sum (DoRA, a head), or layers that
@@ -163,7 +164,7 @@ def read_under(name: str, model: PeftModel) -> dict[str, Offset]:
 
 
 def attach_on_meta(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, dtype: torch.dtype) -> PeftModel:
-    """The same wrapping of a backbone without weights (`flatshift.finetune.models.meta`); nothing has a value yet.
+    """Wrap a backbone without weights (`flatshift.finetune.models.meta`) in the same way; no tensor has a value yet.
 
     dtype: of everything that trains.
     """
@@ -180,7 +181,7 @@ def _wrap(backbone: PreTrainedModel, config: LoraConfig, **options: Any) -> Peft
     from peft import get_peft_model
 
     try:
-        # PEFT initialises from the global generator and warns about Conv1D; both stay inside.
+        # PEFT initialises from the global generator and warns about Conv1D; both are contained here.
         with kept_draws({p.device for p in backbone.parameters()}), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return get_peft_model(backbone, config, **options)
@@ -193,10 +194,10 @@ def _deviation(backbone: PreTrainedModel) -> float:
 
 
 def initial_value(name: str, shape: torch.Size | tuple[int, ...], seed: int, deviation: float) -> torch.Tensor:
-    """The first value of a trained tensor, whole, float32, drawn by (`seed`, plain `name`) on the CPU.
+    """Return the initial value of a trained tensor, unsharded, float32, drawn by (`seed`, plain `name`) on the CPU.
 
-    A ~ Kaiming uniform (a = √5) and B = 0 as in PEFT; for embeddings A = 0, B ~ N(0, 1). What a checkpoint lacked:
-    N(0, deviation²), norms 1, biases 0.
+    A ~ Kaiming uniform (a = √5) and B = 0 as in PEFT; for embeddings A = 0, B ~ N(0, 1). Tensors missing from the
+    checkpoint: N(0, deviation²), norms 1, biases 0.
     """
     generator = torch_generator(seed, "init", name)
     value = torch.zeros(tuple(shape))
@@ -218,7 +219,7 @@ def _copy(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by plain name: as in the backbone, without PEFT's wrappers and adapter name."""
+    """Return the trained parameters by plain name: as in the backbone, without PEFT's wrappers and adapter name."""
     return {canonical(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -228,19 +229,19 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 def save_adapter(model: PeftModel, directory: str | Path) -> Path:
     """Write `model`'s adapter as a PEFT directory, atomically, and compare the file bit for bit with the live tensors.
 
-    What is folded into the frozen weights (`flatshift.finetune.adapters.offsets`) is written too, as more rows of A and
-    columns of B: the file fits the backbone as it is on disk.
+    Parts folded into the frozen weights (`flatshift.finetune.adapters.offsets`) are written too, as further rows of A
+    and columns of B: the file fits the backbone as it is on disk.
 
     Raises:
-        UserError: a value is NaN or infinite: nothing is put in place.
-        RuntimeError: the file misses a tensor, differs from a live one, or would be empty: likewise.
+        UserError: a value is NaN or infinite; nothing is written to `directory`.
+        RuntimeError: the file misses a tensor, differs from a live one, or would be empty; nothing is written either.
     """
     directory = Path(directory)
     if offsets_of(model):
         return write_adapter(model, join(trainable(model), model), directory)
     layers = lora_layers(model)
     config: Any = model.peft_config[ADAPTER]
-    head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # beneath LoRA: PEFT leaves it out
+    head = any(f"{layer}.weight" in trainable(model) for layer in layers)  # a head under LoRA is skipped by PEFT
     biases = getattr(config, "bias", "none") != "none" and config.modules_to_save  # PEFT writes the modules' twice
     if head or biases:
         return write_adapter(model, trainable(model), directory)
@@ -254,13 +255,14 @@ def save_adapter(model: PeftModel, directory: str | Path) -> Path:
 
 
 def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directory: str | Path) -> Path:
-    """Write whole `tensors` (by plain name) as a PEFT directory with the configuration of `model`, atomically.
+    """Write unsharded `tensors` (by plain name) as a PEFT directory with the configuration of `model`, atomically.
 
-    What `save_adapter` writes of a model that one process holds; here none need hold it. Re-opened and compared.
+    Writes the same files as `save_adapter`, but the tensors need not be in this process's model. Read back and
+    compared.
 
     Raises:
-        UserError: a value is NaN or infinite: nothing is put in place.
-        RuntimeError: the file differs from the tensors, or would be empty: likewise.
+        UserError: a value is NaN or infinite; nothing is written to `directory`.
+        RuntimeError: the file differs from the tensors, or would be empty; nothing is written either.
     """
     import copy
 
@@ -282,9 +284,10 @@ def write_adapter(model: PeftModel, tensors: Mapping[str, torch.Tensor], directo
 
 
 def file_name(name: str, layers: Mapping[str, Any]) -> str:
-    """The name in PEFT's file of a trained parameter's plain name.
+    """Return the name in PEFT's file for a trained parameter's plain name.
 
-    layers: the adapted ones by plain name, whose own bias (and drawn weight) lies in what PEFT wraps.
+    layers: the adapted layers by plain name; their own bias (and newly initialised weight) is in the layer that PEFT
+    wraps.
     """
     owner, _, leaf = name.rpartition(".")
     if owner in layers:
@@ -295,7 +298,7 @@ def file_name(name: str, layers: Mapping[str, Any]) -> str:
 
 
 def read_adapter(directory: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a saved adapter by plain name (as `trainable`).
+    """Return the tensors of a saved adapter by plain name (as `trainable`).
 
     Raises:
         UserError: no such file, not safetensors, not what its run saved (`flatshift.finetune.digests`), or a value that
@@ -325,7 +328,7 @@ def _tensors(directory: str | Path) -> dict[str, torch.Tensor]:
 
 
 def require_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor]) -> None:
-    """Raise RuntimeError unless the tensors `saved`, read back from a file, are `live`, by name and bit for bit."""
+    """Raise RuntimeError unless the tensors `saved`, read back from a file, equal `live`, by name and bit for bit."""
     if not live or not any(t.numel() for t in saved.values()):
         raise RuntimeError("the adapter to be saved is empty")
     if saved.keys() != live.keys():
@@ -338,7 +341,7 @@ def require_saved(saved: Mapping[str, torch.Tensor], live: Mapping[str, torch.Te
 
 
 def _require_finite(tensors: Mapping[str, torch.Tensor], where: str, fix: str) -> None:
-    """Raise UserError, beginning with `where` and ending with `fix`, for a value that is NaN or infinite."""
+    """Raise UserError, starting with `where` and ending with `fix`, for a value that is NaN or infinite."""
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():
             raise UserError(f"{where}: {name} has values that are NaN or infinite; {fix}")
@@ -354,7 +357,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def load_adapter(model: PeftModel, directory: str | Path, *, partial: bool = False) -> None:
     """Copy a saved adapter into `model`'s own (built by `attach_adapter` with the same settings), exactly.
 
-    partial: LoRA tensors only; a head that only one side has is left alone (a warm-up continued by another task).
+    partial: LoRA tensors only; a head that only one side has is skipped (a warm-up continued by another task).
 
     Raises:
         UserError: no adapter in `directory`, or one of another shape or whose features enter elsewhere.
@@ -381,17 +384,17 @@ def _require_same_offsets(beyond: Mapping[str, Offset], model: PeftModel, where:
 
 
 def lora_only(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Without heads and other modules that train whole."""
+    """Drop heads and other modules that train in full."""
     return {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 
 def shared_lora(
     source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, present: Iterable[str]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Of a saved and a live adapter what a stage hands to one with another head: the LoRA tensors of the body.
+    """Return the LoRA tensors of the body of a saved and a live adapter, which a stage passes to one with another head.
 
-    Left out is what trains whole, and LoRA tensors outside the numbered blocks that only one side has (a masked-LM
-    head's transform, BERT's pooler). A block that only one side has stays, for `copy_tensors` to refuse.
+    Fully trained modules are dropped, and LoRA tensors outside the numbered blocks that only one side has (a masked-LM
+    head's transform, BERT's pooler). A block that only one side has is kept, so that `copy_tensors` raises for it.
 
     present: names of the live adapter over all ranks.
     """
@@ -410,7 +413,7 @@ def _in_block(name: str) -> bool:
 
 @torch.no_grad()
 def copy_tensors(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], *, where: str) -> None:
-    """Copy by name; names and shapes must agree, else UserError that begins with `where`."""
+    """Copy tensors by name; names and shapes must agree, else UserError that starts with `where`."""
     odd = sorted(source.keys() ^ target.keys())
     if odd:
         raise UserError(

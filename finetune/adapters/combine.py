@@ -1,4 +1,4 @@
-"""Several adapters of one backbone as one: the exact weighted sum of what each adds to the weights.
+"""Combine several adapters of one backbone into one: the exact weighted sum of their weight changes.
 
     Σ w_i s_i B_i A_i = [w_1 s_1 B_1, w_2 s_2 B_2, …] [A_1; A_2; …]
 
@@ -24,12 +24,12 @@ _ENDS = (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embeddin
 
 
 def combine(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
-    """Write Σ weight · adapter as a PEFT adapter into the existing directory `out`. Re-opened and compared.
+    """Write Σ weight · adapter as a PEFT adapter into the existing directory `out`, read it back and compare.
 
-    A head, a bias or another module that trained whole is taken from the first adapter, which alone may have one.
+    A head, a bias or another module trained in full is taken from the first adapter; only that one may have any.
 
     Raises:
-        UserError: DoRA, adapters on experts, soft tokens, or a whole module that is not the first one's.
+        UserError: DoRA, adapters on experts, soft tokens, or a fully trained module outside the first adapter.
         RuntimeError: the file differs from the tensors.
     """
     from safetensors.torch import save_file
@@ -64,7 +64,7 @@ def combine(adapters: Sequence[tuple[SavedAdapter, float]], out: Path) -> None:
 
 
 def _settings(first: SavedAdapter, ranks: dict[str, int]) -> dict[str, Any]:
-    """adapter_config.json: every layer by name, with its rank, at the scale 1."""
+    """Return the adapter_config.json: every layer by name, with its rank, at the scale 1."""
     common = Counter(ranks.values()).most_common(1)[0][0]
     odd = {layer: rank for layer, rank in ranks.items() if rank != common}
     changes = {

@@ -1,7 +1,7 @@
-"""What an adapter starts from (`adapter.init`), by PEFT's own code, drawn by seed and layer name.
+"""Initialise adapters (`adapter.init`) by PEFT's own code, seeded by seed and layer name.
 
-PEFT's initialisations act on a layer whose weight they change; here the weight is put back as it was, and what the
-factors start from is folded out of it by `flatshift.finetune.adapters.offsets`, in the same way when a run is resumed.
+PEFT's initialisations modify the weight of the layer they act on; here the weight is restored, and the initial product
+is folded out of it by `flatshift.finetune.adapters.offsets`, in the same way as when a run is resumed.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 ROWS = 64
-"""`adapter.init_rows` by default."""
+"""Default of `adapter.init_rows`."""
 TAKES_OUT = ("pissa", "olora", "corda", "lora-ga")
-"""Initialisations whose BA is not zero, so that it is taken out of the frozen weight."""
+"""Initialisations whose BA is not zero, so that it is subtracted from the frozen weight."""
 _PASSES = 30
-"""How often EVA may go through the rows before its directions hold still."""
+"""Maximum passes of EVA over the examples before its directions must have converged."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Training rows for the initialisations that look at data."""
+    """Training examples for the data-dependent initialisations."""
 
     rows: Sequence[Example]
     task: Task
     pad_id: int
     batch_size: int = 8
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    """Around every forward pass: the autocast of training."""
+    """Context of every forward pass: the autocast of training."""
 
     def batches(self, device: torch.device, rows: int | None = None) -> list[MicroBatch]:
-        """All rows once, padded together; `rows` at a time."""
+        """Return all examples once as padded batches of `rows` examples."""
         from ..data.eval_batching import EvalBatching
 
         size = rows or self.batch_size
@@ -61,16 +61,16 @@ class Calibration:
 
 @dataclass(frozen=True)
 class InitialAdapter:
-    """What a fresh adapter begins with, where that is more than a draw; one of the two."""
+    """Initial state of a fresh adapter that is more than a random draw; one of the two fields is set."""
 
     folder: Path | None = None
-    """An adapter that was saved before step 1, with what is folded into the frozen weights."""
+    """An adapter saved before step 1, including the parts folded into the frozen weights."""
     rows: Calibration | None = None
-    """Training rows that `adapter.init` looks at."""
+    """Training examples for `adapter.init`."""
 
 
 def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Calibration:
-    """`calibration`; raises UserError where there is none but `adapter.init` looks at data."""
+    """Return `calibration`; raise UserError if it is missing but `adapter.init` needs data."""
     if calibration is None or not calibration.rows:
         raise UserError(f"adapter.init: {adapter.init} looks at training rows, and there are none here")
     return calibration
@@ -80,7 +80,8 @@ def require_calibration(adapter: Adapter, calibration: Calibration | None) -> Ca
 
 
 def look_at_data(backbone: PreTrainedModel, config: LoraConfig, adapter: Adapter, calibration: Calibration) -> None:
-    """Leave on each layer of the bare `backbone` what PEFT's corda_init or lora_ga_init will read there."""
+    """Store on each layer of the bare `backbone` the statistics that PEFT's corda_init or lora_ga_init will read
+    there."""
     if adapter.init == "corda":
         _corda(backbone, config, calibration)
     elif adapter.init == "lora-ga":
@@ -117,7 +118,7 @@ def _lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibra
     count = sum(micro.supervised for micro in batches)
 
     def step() -> None:
-        # Without dropout: the gradient that is wanted is that of the rows, not of one draw of masks.
+        # Without dropout: the gradient of the examples, not of one draw of masks.
         backbone.eval()
         for micro in batches:
             with calibration.precision():
@@ -131,7 +132,7 @@ def _lora_ga(backbone: PreTrainedModel, config: LoraConfig, calibration: Calibra
 
 
 def _resolved(backbone: PreTrainedModel, config: LoraConfig) -> LoraConfig:
-    """`config` with the layers of all-linear by name, as PEFT's functions for bare models need them."""
+    """Return `config` with the layers of all-linear by name, as PEFT's functions for bare models need them."""
     import copy
 
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
@@ -145,12 +146,12 @@ def _resolved(backbone: PreTrainedModel, config: LoraConfig) -> LoraConfig:
 def initialise(
     model: PeftModel, adapter: Adapter, *, seed: int, calibration: Calibration | None, weights: Path | None = None
 ) -> None:
-    """Give the factors of the wrapped `model`, which hold PEFT's default values, those of `adapter.init`.
+    """Replace PEFT's default values of the factors of the wrapped `model` by those of `adapter.init`.
 
-    weights: the directory of the backbone's unquantised weight files (loftq).
+    weights: directory of the backbone's unquantised weight files (loftq).
 
     Raises:
-        UserError: what PEFT refuses, in a sentence.
+        UserError: settings or layers that PEFT rejects.
     """
     if adapter.init == "eva":
         _eva(model, require_calibration(adapter, calibration))
@@ -159,7 +160,7 @@ def initialise(
     else:
         offsets: dict[str, Offset] = {}
         for name, layer in lora_layers(model).items():
-            if ADAPTER not in layer.lora_A:  # embeddings keep the default
+            if ADAPTER not in layer.lora_A:  # embeddings keep the default initialisation
                 continue
             _check_rank(adapter, name, layer)
             with _own_draws(seed, name, layer), _refusals(adapter.init):
@@ -190,7 +191,7 @@ def _check_rank(adapter: Adapter, name: str, layer: Any) -> None:
 
 @torch.no_grad()
 def _factors(layer: Any, adapter: Adapter) -> tuple[Tensor, Tensor]:
-    """A and B as PEFT's method leaves them, in their dtype; the frozen weight is as before."""
+    """Return A and B as initialised by PEFT's method, in their dtype; the frozen weight is restored."""
     from peft.tuners.lora.config import LoraGAConfig
 
     a, b, base = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER], layer.get_base_layer()
@@ -225,7 +226,7 @@ def _eva(model: PeftModel, calibration: Calibration) -> None:
     batches = [_with_mask(micro) for micro in calibration.batches(device)]
     widest = max(round(layer.r[ADAPTER] * config.eva_config.rho) for layer in lora_layers(model).values())
     fewest = min(int(batch["mask"].sum()) for batch in batches)
-    if fewest < widest:  # PEFT passes such batches over, and would wait for others for ever
+    if fewest < widest:  # PEFT skips such batches, and would wait for others for ever
         raise UserError(
             f"adapter.init: eva needs {widest} tokens in a batch of {calibration.batch_size} rows (twice the rank), "
             f"and one has {fewest}; take longer rows, other rows, or a smaller adapter.rank"
@@ -263,17 +264,18 @@ def _with_mask(micro: MicroBatch) -> dict[str, Tensor]:
 
 
 def _real_tokens(states: Any, mask: Tensor, name: str) -> Tensor:
-    """A layer's inputs at the tokens that are no padding (n, D); all of them for a layer that sees one state a row."""
+    """Return a layer's inputs at real tokens, without padding (n, D); all of them for a layer that gets one state per
+    sequence."""
     first: Tensor = states[0] if isinstance(states, tuple | list) else states
     return first[mask] if first.shape[:2] == mask.shape else first.reshape(-1, first.shape[-1])
 
 
 @torch.no_grad()
 def _loftq(model: PeftModel, directory: Path | None) -> None:
-    """A and B from the best approximation of rank r of what 4-bit quantisation left out of each weight (one iteration).
+    """Initialise A and B with the best rank-r approximation of each weight's 4-bit quantisation error (one iteration).
 
-    What PEFT's `replace_lora_weights_loftq` computes, but on any device, and with the layer's scale, which that leaves
-    out.
+    Computes the same as PEFT's `replace_lora_weights_loftq`, but on any device, and with the layer's scale, which that
+    function ignores.
     """
     from peft.utils.integrations import dequantize_module_weight
 
@@ -284,7 +286,7 @@ def _loftq(model: PeftModel, directory: Path | None) -> None:
     for name, layer in packed.items():
         kept = dequantize_module_weight(layer.get_base_layer()).float()
         weight = _weight_in_files(directory, f"{name}.weight", prefix).to(kept)
-        # of a Conv1D, bitsandbytes may keep the transpose
+        # bitsandbytes may store the transpose of a Conv1D's weight
         fitting = [w for w in (weight, weight.T) if w.shape == kept.shape]
         weight = min(fitting, key=lambda w: float((w - kept).norm()))
         rank, scale = layer.r[ADAPTER], layer.scaling[ADAPTER]
@@ -310,14 +312,14 @@ def _weight_in_files(directory: Path, name: str, prefix: str) -> Tensor:
 
 @contextlib.contextmanager
 def _own_draws(seed: int, name: str, layer: Any) -> Iterator[None]:
-    """PEFT draws from the global generator: here by seed and layer, and afterwards it is as it was."""
+    """Seed the global generators that PEFT draws from, by seed and layer, and restore them afterwards."""
     with seeded(derive(seed, "init", name), layer.get_base_layer().weight.device):
         yield
 
 
 @contextlib.contextmanager
 def _put_back(model: nn.Module) -> Iterator[None]:
-    """Mode, gradients and the global random state as before."""
+    """Restore the model's mode, requires_grad flags and the global random state at the end."""
     training, trains = model.training, {p: p.requires_grad for p in model.parameters()}
     with seeded(0, next(model.parameters()).device):
         try:
@@ -330,7 +332,7 @@ def _put_back(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusals(kind: str) -> Iterator[None]:
-    """What PEFT cannot do with a layer or these rows, as a sentence of ours."""
+    """Turn PEFT's errors about a layer or these examples into UserError."""
     import warnings
 
     try:
@@ -344,5 +346,5 @@ def _refusals(kind: str) -> Iterator[None]:
 
 
 def needs_rows(adapter: Adapter) -> int:
-    """How many training rows the initialisation looks at; 0 for most."""
+    """Return the number of training examples that the initialisation needs; 0 for most."""
     return (adapter.init_rows or ROWS) if adapter.init in DATA_INITS else 0

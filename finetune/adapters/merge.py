@@ -1,10 +1,10 @@
-"""Fold an adapter into its backbone's weight files, some rows at a time: the whole model is never in memory.
+"""Merge an adapter into its backbone's weight files, a few rows at a time: the whole model is never in memory.
 
 Each safetensors file becomes one of the same name with the same keys and dtypes. A tensor without an adapter is copied
-byte by byte; an adapted one becomes round(W + s·B·A), computed in float64 and rounded to the nearest number of its own
+byte by byte; an adapted one becomes round(W + s·B·A), computed in float64 and rounded to the nearest value of its own
 dtype (transposed for GPT-2's Conv1D, scaled to the trained magnitude for DoRA, expert by expert for a mixture of
-experts); what the checkpoint lacked or had for other classes (a new head) is added, and so is the second of two tied
-weights once the adapter parts them. How far that rounding moved any weight is measured on the way, not estimated.
+experts). Tensors that the checkpoint lacked or had for other classes (a new head) are added, and so is the second of
+two tied weights if the adapter unties them. The rounding error is measured along the way, not estimated.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .offsets import ADAPTER
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CHUNK = 2 << 20  # bytes of float64 rows that are worked on at once
+_CHUNK = 2 << 20  # bytes of float64 rows processed at once
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -53,20 +53,20 @@ Rows = Callable[[int, int], Tensor]
 
 @dataclass(frozen=True)
 class WeightDelta:
-    """What an adapter does to one weight, in the layout of the file."""
+    """Change of one weight by an adapter, in the layout of the file."""
 
     a: Tensor
-    """(r, n): n indexes the file's columns, or its rows where `transposed`; of experts in one tensor (E, r, n)."""
+    """(r, n): n indexes the file's columns, or its rows if `transposed`; for experts in one tensor (E, r, n)."""
     b: Tensor
-    """(m, r), of experts in one tensor (E, m, r)."""
+    """(m, r); for experts in one tensor (E, m, r)."""
     scale: float
     transposed: bool
-    """The file has the transpose of B·A (Conv1D, embeddings)."""
+    """True if the file stores the transpose of B·A (Conv1D, embeddings)."""
     magnitude: Tensor | None
-    """DoRA's trained norms (m,)."""
+    """Trained norms of DoRA (m,)."""
 
     def added_to(self, entry: TensorEntry, start: int, stop: int) -> Tensor:
-        """The file's rows `start:stop` of W + s·B·A, float64, without DoRA's norms."""
+        """Return the file's rows `start:stop` of W + s·B·A, float64, before DoRA's scaling."""
         rows = _rows_of(entry, start, stop).double()
         if rows.ndim == 3:
             product = self.b[start:stop].double() @ self.a[start:stop].double()
@@ -77,13 +77,14 @@ class WeightDelta:
 
 
 class Rounding:
-    """By dtype: how far storing moved the merged values, `largest` at most, and `relative` to its row's largest."""
+    """Rounding error of the merged values by dtype: `largest` absolute, and `relative` to the largest value of its
+    row."""
 
     def __init__(self) -> None:
         self.by_dtype: dict[torch.dtype, dict[str, float]] = {}
 
     def add(self, exact: Tensor, stored: Tensor) -> None:
-        """Note some rows of a tensor before and after. Raises UserError if one is no finite number."""
+        """Add some rows of a tensor before and after rounding. Raises UserError if a value is not finite."""
         found = self.by_dtype.setdefault(stored.dtype, {"largest": 0.0, "relative": 0.0})
         before = exact.double().reshape(exact.shape[0] if exact.ndim else 1, -1)
         after = stored.to(torch.float64, copy=True).reshape(before.shape)
@@ -96,22 +97,22 @@ class Rounding:
             raise UserError(f"the adapter makes weights that are not finite numbers in {kind}; it cannot be merged")
 
     def as_json(self) -> dict[str, dict[str, float]]:
-        """By the dtype's plain name."""
+        """Return the errors by the dtype's plain name."""
         return {str(dtype).removeprefix("torch."): found for dtype, found in self.by_dtype.items()}
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written."""
+    """Result of a merge."""
 
     changed: dict[str, tuple[str, int]]
-    """By key of each changed or added tensor: its file's name and its number of rows."""
+    """Key of each changed or added tensor → its file's name and its number of rows."""
     rounding: Rounding
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """One tensor to write: copied from `entry`, or made of rows."""
+    """One tensor to write: copied from `entry`, or computed by `rows`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -120,11 +121,10 @@ class _Piece:
 
     @property
     def size(self) -> int:
-        """In bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def chunks(self, rounding: Rounding) -> Iterator[bytes | memoryview]:
-        """The tensor's bytes in order, some at a time; what was rounded is told to `rounding`."""
+        """Yield the tensor's bytes in order, in chunks; rounding errors are added to `rounding`."""
         if self.entry is not None:
             yield from _copied(self.entry)
             return
@@ -142,15 +142,15 @@ def merge_files(
     """Write the merged weight files into the directory `out`.
 
     Args:
-        model: from `flatshift.finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; untied here where
-            the adapter changes one of two tied weights, or both.
+        model: from `flatshift.finetune.models.meta.build_skeleton`, on meta, with its `checkpoint`; it is untied here
+            if the adapter changes one of two tied weights, or both.
         adapter: PEFT directory.
         dtype: of the tensors that the checkpoint lacked.
-        cast: of all tensors of floating point, in place of their own.
+        cast: dtype for all floating-point tensors, instead of their own.
 
     Raises:
-        UserError: the adapter has tensors that the model has not, changes one that the files hold in another form or
-            that the architecture ties, or makes weights that are not finite.
+        UserError: the adapter has tensors that the model has not, changes one that the files store in another form or
+            that the architecture ties, or produces weights that are not finite.
     """
     checkpoint: Any = model.checkpoint
     changes, whole = read_changes(model, adapter)
@@ -175,10 +175,10 @@ def merge_files(
         piece = _Piece(kept, tuple(tensor.shape), rows=partial(_span_of, tensor))
         if name not in keys:
             added[name] = piece
-        for other in _tied(model, name) or [name]:  # such a one trains as what it is: one tensor
+        for other in _tied(model, name) or [name]:  # tied weights trained in full remain one tensor
             if other in keys:
                 pieces[checkpoint.entries[keys[other]].file.name][keys[other]] = piece
-    pieces[max(pieces)].update(added)
+    pieces[max(pieces)].update(added)  # to the last file
     rounding = Rounding()
     for file, content in pieces.items():
         _write(out / file, content, rounding)
@@ -196,7 +196,8 @@ def merge_files(
 
 
 def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, WeightDelta], dict[str, Tensor]]:
-    """By parameter name: what the adapter in the directory `adapter` multiplies out to, and tensors that it replaces.
+    """Return, by parameter name, the weight changes of the adapter in the directory `adapter`, and the tensors that it
+    replaces.
 
     Raises as `merge_files`.
     """
@@ -234,8 +235,9 @@ def read_changes(model: PreTrainedModel, adapter: Path) -> tuple[dict[str, Weigh
 
 
 def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str, float, int, bool]]:
-    """Of each layer of stacked experts, by the adapter's name of it: the parameter, the scale, E, whether it is (E, in,
-    out). PEFT nests one layer in the other, in an order of its own, so PEFT says which is which."""
+    """Return for each layer of stacked experts, by its name in the adapter: the parameter, the scale, E, and True if it
+    is (E, in, out). PEFT nests these layers in an order of its own, so they are identified by wrapping a copy of the
+    model."""
     from peft import LoraConfig, get_peft_model
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -254,9 +256,9 @@ def _expert_layers(model: PreTrainedModel, adapter: Path) -> dict[str, tuple[str
 
 
 def _places(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator[tuple[str, str, WeightDelta]]:
-    """Of each tensor of the files that is to change: its key there, its key in the merged files, and the change.
+    """Yield for each tensor of the files that changes: its key there, its key in the merged files, and the change.
 
-    Raises UserError for experts that the files hold otherwise than one by one or all in one tensor.
+    Raises UserError for experts that the files store neither one by one nor all in one tensor.
     """
     checkpoint: Any = model.checkpoint
     for name, change in changes.items():
@@ -269,8 +271,8 @@ def _places(model: PreTrainedModel, changes: dict[str, WeightDelta]) -> Iterator
 
 
 def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Iterator[tuple[str, WeightDelta]]:
-    """The files' own tensors of the parameter `name`, which transformers stacks over experts, and puts one projection
-    below the other (gate, up), each with its part of the change."""
+    """Yield the files' own tensors of the parameter `name`, in which transformers stacks the experts and concatenates
+    the projections (gate, up), each with its part of the change."""
     checkpoint: Any = model.checkpoint
     parts = expert_sources(model, checkpoint, name)
     if not parts or change.a.ndim != 3 or change.transposed:
@@ -284,9 +286,9 @@ def _expert_parts(model: PreTrainedModel, name: str, change: WeightDelta) -> Ite
 
 
 def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta], *, rows: int = 4) -> float:
-    """Largest difference between `rows` rows of each changed weight as written and as computed anew in float64.
+    """Return the largest difference between `rows` rows of each changed weight as written and as recomputed in float64.
 
-    model: as of `merge_files`. Relative to the largest value of the row; rounding to the stored dtype is part of it.
+    model: as for `merge_files`. Relative to the largest value of the row; includes rounding to the stored dtype.
     """
     checkpoint: Any = model.checkpoint
     written = read_index(out)
@@ -304,20 +306,21 @@ def spot_check(model: PreTrainedModel, out: Path, changes: dict[str, WeightDelta
 
 
 def _sharing(checkpoint: Any, name: str) -> list[str]:
-    """The names that are tied to one tensor of the files with `name`, the one that the tensor is named after first."""
+    """Return the names tied to the same tensor of the files as `name`, starting with the one that the tensor is named
+    after."""
     return [other for other, key in checkpoint.keys.items() if key == checkpoint.keys[name]]
 
 
 def _alone(entry: TensorEntry, cast: torch.dtype | None) -> _Piece:
-    """A tensor without an adapter: byte by byte, or rounded to `cast`."""
+    """Return the piece for a tensor without an adapter: copied byte by byte, or rounded to `cast`."""
     if cast is None or entry.dtype == cast or not (entry.dtype.is_floating_point and entry.shape):
         return _Piece(entry.dtype, entry.shape, entry=entry)
     return _Piece(cast, entry.shape, rows=lambda start, stop: _rows_of(entry, start, stop).double())
 
 
 def _unchanged(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str, _Piece]]:
-    """By file: every tensor that the model reads, to be copied. Others (a language head under a classifier) stay out,
-    unless conversions hide which those are."""
+    """Return, by file, every tensor that the model reads, to be copied. Others (a language head under a classifier) are
+    dropped, unless conversions hide which those are."""
     wanted = set(checkpoint.entries) if checkpoint.converted else set(checkpoint.keys.values())
     pieces: dict[str, dict[str, _Piece]] = {}
     for key, entry in checkpoint.entries.items():
@@ -327,7 +330,7 @@ def _unchanged(checkpoint: Any, cast: torch.dtype | None) -> dict[str, dict[str,
 
 
 def _tied(model: PreTrainedModel, name: str) -> list[str]:
-    """The weights that are one with the weight `name`, itself among them; empty for one that is alone."""
+    """Return the weights tied to the weight `name`, itself included; empty if it is not tied."""
     pairs = model.all_tied_weights_keys
     source = pairs.get(name, name)
     others = [target for target, of in pairs.items() if of == source]
@@ -335,10 +338,11 @@ def _tied(model: PreTrainedModel, name: str) -> list[str]:
 
 
 def _untie(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """From now on the model has a head of its own beside its embedding.
+    """Untie the model's head from its embedding, in its config.
 
-    Raises UserError where no setting parts them, or where it does more than that (what an encoder-decoder's tied head
-    reads is scaled)."""
+    Raises UserError if no setting unties them, or if that has other effects (an encoder-decoder scales the input of a
+    tied head).
+    """
     config = model.config.get_text_config()
     ties = any(getattr(one, "tie_word_embeddings", False) for one in (model.config, config))
     if len(names) > 2 or not ties or model.config.is_encoder_decoder:
@@ -369,7 +373,7 @@ def _merged(entry: TensorEntry, change: WeightDelta) -> Rows:
 
 
 def _row_scale(entry: TensorEntry, change: WeightDelta) -> Tensor:
-    """DoRA: magnitude over the norm of each output's weights (m,), float64."""
+    """Return DoRA's scale: magnitude over the norm of each output's weights (m,), float64."""
     assert change.magnitude is not None
     squares = torch.zeros_like(change.magnitude, dtype=torch.float64)
     for start, stop in _spans(entry.shape):
@@ -382,7 +386,7 @@ def _row_scale(entry: TensorEntry, change: WeightDelta) -> Tensor:
 
 
 def _rows_of(entry: TensorEntry, start: int, stop: int) -> Tensor:
-    """Rows `start:stop` of a tensor of the files, read into memory of their own."""
+    """Read rows `start:stop` of a tensor of the files into new memory."""
     width = entry.bytes // entry.shape[0]
     data = bytearray((stop - start) * width)
     with entry.file.open("rb") as stream:
@@ -411,7 +415,7 @@ def _copied(entry: TensorEntry) -> Iterator[bytes]:
 
 
 def _write(file: Path, pieces: dict[str, _Piece], rounding: Rounding) -> None:
-    """A safetensors file: length of the header, header, tensors, wider types first so that each is aligned."""
+    """Write a safetensors file: length of the header, header, tensors, wider types first so that each is aligned."""
     order = sorted(pieces, key=lambda key: (-pieces[key].dtype.itemsize, key))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -424,7 +428,7 @@ def _write(file: Path, pieces: dict[str, _Piece], rounding: Rounding) -> None:
         }
         end += piece.size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the header's end is aligned to 8 bytes
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little"))
         stream.write(text)

@@ -1,10 +1,10 @@
-"""Low-rank parts that are folded into frozen weights while an adapter trains, and written beside it when it is saved.
+"""Low-rank parts folded into frozen weights while an adapter trains, and written with it when it is saved.
 
-    frozen weight of a layer = W + s·b·a        while training (s: the layer's scale)
+    frozen weight of a layer = W + s·b·a        during training (s: the layer's scale)
     saved adapter            = [A; a], [B, b]   which fits the W of the backbone's files: s·(BA + ba)
 
-PiSSA and its like take out what they start from (a = A₀, b = −B₀; PEFT's `LoraModel.subtract_mutated_init` converts
-adapters to the same form); an adapter beneath another one is put in. Folding costs nothing in a step.
+PiSSA and similar methods subtract their initial product (a = A₀, b = −B₀; PEFT's `LoraModel.subtract_mutated_init`
+converts adapters to the same form); a frozen adapter under the trained one is added. Folding adds no cost to a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADAPTER = "default"
 
 @dataclass(frozen=True)
 class Offset:
-    """What is folded into one layer, without the layer's scale."""
+    """Low-rank part folded into one layer, without the layer's scale."""
 
     a: Tensor
     """(k, n) in the layout of PEFT's file: `lora_A.weight`, or `lora_embedding_A`."""
@@ -38,32 +38,32 @@ class Offset:
 
 
 def lora_layers(model: nn.Module) -> dict[str, Any]:
-    """The adapted layers by plain name."""
+    """Return the adapted layers by plain name."""
     return {
         canonical(name): m for name, m in model.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
     }
 
 
 def factor_names(layer: Any, name: str) -> tuple[str, str]:
-    """Plain names of the layer's factors A and B."""
+    """Return the plain names of the layer's factors A and B."""
     if ADAPTER in layer.lora_embedding_A:
         return f"{name}.lora_embedding_A", f"{name}.lora_embedding_B"
     return f"{name}.lora_A.weight", f"{name}.lora_B.weight"
 
 
 def offsets_of(model: nn.Module) -> dict[str, Offset]:
-    """By layer, what was folded into the frozen weights of `model`; empty for most models."""
+    """Return, by layer, the parts folded into the frozen weights of `model`; empty for most models."""
     found: dict[str, Offset] = getattr(model, "offsets", {})
     return found
 
 
 @torch.no_grad()
 def fold(model: PeftModel, offsets: Mapping[str, Offset], *, why: str) -> None:
-    """Fold `offsets` into the frozen weights of `model`, in float32, rounded once to their dtype; from then on
-    `offsets_of(model)` says so.
+    """Fold `offsets` into the frozen weights of `model`, in float32, rounded once to their dtype, and record them for
+    `offsets_of`.
 
     Raises:
-        UserError: a weight that is quantised or shared with another layer; beginning with `why`.
+        UserError: a weight that is quantised or shared with another layer; starting with `why`.
     """
     layers = lora_layers(model)
     holders = Counter(p.data_ptr() for m in model.modules() for p in m._parameters.values() if p is not None)
@@ -83,11 +83,11 @@ def fold(model: PeftModel, offsets: Mapping[str, Offset], *, why: str) -> None:
         if isinstance(base, nn.Embedding) or getattr(layer, "fan_in_fan_out", False):
             delta = delta.T
         base.weight.data = (base.weight.data.float() + delta.to(base.weight.device)).to(base.weight.dtype)
-    vars(model)["offsets"] = {**offsets_of(model), **offsets}  # no part of its state
+    vars(model)["offsets"] = {**offsets_of(model), **offsets}  # not part of its state_dict
 
 
 def join(tensors: Mapping[str, Tensor], model: PeftModel) -> dict[str, Tensor]:
-    """The trained `tensors` (by plain name) as a file holds them: each factor with what is folded in behind it."""
+    """Return the trained `tensors` (by plain name) in the form of a file: each factor with the folded part appended."""
     joined = dict(tensors)
     for name, offset in offsets_of(model).items():
         a, b = factor_names(lora_layers(model)[name], name)
@@ -97,7 +97,7 @@ def join(tensors: Mapping[str, Tensor], model: PeftModel) -> dict[str, Tensor]:
 
 
 def parted(tensors: Mapping[str, Tensor], model: PeftModel) -> tuple[dict[str, Tensor], dict[str, Offset]]:
-    """The reverse of `join`: the factors of the ranks that `model` has, and what of the file goes beyond them."""
+    """Split file tensors, reversing `join`: the factors up to the ranks of `model`, and the parts beyond them."""
     kept, beyond = dict(tensors), {}
     for name, layer in lora_layers(model).items():
         a, b = factor_names(layer, name)
@@ -109,7 +109,7 @@ def parted(tensors: Mapping[str, Tensor], model: PeftModel) -> tuple[dict[str, T
 
 
 def file_config(model: PeftModel) -> LoraConfig:
-    """The settings of an adapter written by `join`: wider factors, each layer at the scale that it has."""
+    """Return the PEFT settings of an adapter written by `join`: wider factors, each layer with its current scale."""
     config: Any = copy.deepcopy(model.peft_config[ADAPTER])
     sizes: dict[str, tuple[int, float]] = {}
     for name, layer in lora_layers(model).items():
@@ -120,7 +120,7 @@ def file_config(model: PeftModel) -> LoraConfig:
     config.r, config.lora_alpha = rank, _short(alpha)
     config.rank_pattern = {name: r for name, (r, _) in sizes.items() if r != rank}
     config.alpha_pattern = {name: _short(a) for name, (_, a) in sizes.items() if a != alpha}
-    config.use_rslora = False  # the scale is alpha/r with any rank that a layer now has
+    config.use_rslora = False  # with per-layer ranks and alphas, the scale is alpha/r
     config.init_lora_weights = True
     return config
 

@@ -1,14 +1,14 @@
 """Features before the text, through one trained linear map: the projector of eP-ALM (Shukor et al., arXiv 2303.11403).
 
-A frozen encoder, which is not ours, made K vectors x_k of width d of each row's image, sound or video. P is the map.
+A frozen external encoder produced K vectors x_k of width d for each example's image, sound or video. P is the map.
 
-    [P x_1 … P x_K][soft tokens][text]   inject: first        K places at the front, as inputs of the first block
-    [      ·      ][soft tokens][text]   inject: [8, 9, 10]   one place: P x_1 enters at block 8, P x_2 at block 9, …
+    [P x_1 … P x_K][soft tokens][text]   inject: first        K positions at the front, as inputs of the first block
+    [      ·      ][soft tokens][text]   inject: [8, 9, 10]   one position: P x_1 enters at block 8, P x_2 at block 9, …
 
-In the second form the blocks below the first of those compute as if the place did not exist: their attention leaves it
-out. The paper's code concatenates the vector there instead, and that is the same for the text, with two differences:
-positions count the place from the start; and between two blocks of `inject` it goes on as a first token does, which
-sees only itself. Whatever the form, the wrapped model gives logits for the row's own tokens.
+In the second form the blocks below the first injection compute as if the position did not exist: their attention skips
+it. The paper's code concatenates the vector there instead, which is equivalent for the text except that here positions
+are counted with the extra one from the start, and between two blocks of `inject` it is processed like a first token,
+which attends only to itself. In either form the wrapped model returns logits for the example's own tokens only.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 FILE = "projector.safetensors"
-"""Beside PEFT's own file: `weight` (D, d) and `bias` (D,) of an `nn.Linear`; how they enter stands in its metadata."""
+"""File next to PEFT's own: `weight` (D, d) and `bias` (D,) of an `nn.Linear`; its metadata records where they enter."""
 INPUT = "features"
 """Keyword argument of the wrapped model's forward pass: (B, K, d)."""
 _MODULE = "projector"
 _ATTENTION = "flatshift_hidden_places"
 _HIDDEN = "hidden_places"
-"""Attribute of the modules whose attention leaves out so many places at the front of each row."""
+"""Attribute of modules whose attention skips this many positions at the front of each sequence."""
 
 
 def attach_projector(model: PeftModel, projector: Projector, *, seed: int, dtype: torch.dtype) -> None:
     """Give `model`, which has soft tokens, a trained `nn.Linear(d, D)` and a forward pass that takes features.
 
-    It starts as torch's own linear layers do, drawn by `seed`.
+    It is initialised like torch's own linear layers, from `seed`.
 
     Raises:
-        UserError: `projector.inject` names a block that is not there, or the blocks below cannot leave a place out.
+        UserError: `projector.inject` names a block that does not exist, or the blocks below cannot skip a position.
     """
     owner: Any = model
     soft = owner.prompt_encoder["default"].embedding.weight
@@ -60,13 +60,13 @@ def attach_projector(model: PeftModel, projector: Projector, *, seed: int, dtype
     if not isinstance(projector.inject, str):
         front.enter_at(projector.inject)
     owner.add_module(_MODULE, linear)
-    owner.soft_tokens += projector.places  # whoever counts positions counts these too
+    owner.soft_tokens += projector.places  # so that position counts include these too
     owner.features_before = projector
     owner.forward = front
 
 
 def blank_features(model: nn.Module, *, rows: int) -> dict[str, Tensor]:
-    """Zeros in the place of features, where `model` takes them: for measuring what a pass costs."""
+    """Return zero features, if `model` takes any: for measuring the cost of a pass."""
     projector: Projector | None = getattr(model, "features_before", None)
     if projector is None:
         return {}
@@ -74,20 +74,21 @@ def blank_features(model: nn.Module, *, rows: int) -> dict[str, Tensor]:
 
 
 class _Front:
-    """The forward pass of a model whose rows have features at the front."""
+    """Forward pass of a model with features at the front of every sequence."""
 
     def __init__(self, model: Any, projector: Projector) -> None:
         self.model, self.projector = model, projector
         self._entering: Tensor | None = None
-        """(B, K, D) of the forward pass that is under way, for the blocks at which they enter."""
+        """(B, K, D) of the current forward pass, read by the blocks of `inject`."""
 
     def __call__(
         self, *, input_ids: Tensor, attention_mask: Tensor | None = None, features: Tensor | None = None, **more: Any
     ) -> Any:
-        """
+        """Run the backbone on features, soft tokens and text.
+
         Args:
             input_ids: (B, T).
-            attention_mask: (B, T), 1 where real; padding on the right.
+            attention_mask: (B, T), 1 for real tokens; padding on the right.
             features: (B, K, d) float32.
         Returns: the backbone's output, with logits (B, T, V).
         """
@@ -114,7 +115,8 @@ class _Front:
         return output
 
     def enter_at(self, inject: tuple[int, ...]) -> None:
-        """Let the k-th vector replace what lies at the first place when the k-th block of `inject` begins."""
+        """Register hooks that replace the hidden state at the first position by the k-th vector when the k-th block of
+        `inject` starts."""
         from ..models.anatomy import blocks
 
         base = self.model.get_base_model()
@@ -137,14 +139,14 @@ class _Front:
         return ((new, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": new})
 
 
-# --------------------------------------------------------------------------------------------- blocks that see no place
+# --------------------------------------------------------------------------------------------- skipping the position
 
 
 def _hide_first_place(base: Any, layers: list[nn.Module], first: int) -> None:
-    """Let the attention of the blocks below `first` compute without the first place of each row.
+    """Make the attention of the blocks below `first` skip the first position of each sequence.
 
     Raises:
-        UserError: attention is not torch's own, or the place still changes what those blocks make of the others.
+        UserError: attention is not torch's own, or the position still affects the output of those blocks at the others.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -172,8 +174,8 @@ def _hide_first_place(base: Any, layers: list[nn.Module], first: int) -> None:
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention function, (B, H, T, D) each → (B, T, H, D): sdpa, or in a hiding block sdpa of all places
-    but the first ones, whose output is 0."""
+    """Attention function for transformers, (B, H, T, D) each → (B, T, H, D): sdpa, which in blocks that hide positions
+    skips the first ones and outputs 0 for them."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     cut = getattr(module, _HIDDEN, 0)
@@ -186,7 +188,7 @@ def _attend(
 
 @torch.no_grad()
 def _is_hidden(base: Any, block: nn.Module) -> bool:
-    """Whether what reaches `block` at the other places is the same bits, whatever lies at the first."""
+    """True if the inputs of `block` at the other positions are bit-identical, whatever the input at the first."""
     found: list[Tensor] = []
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,7 +209,7 @@ def _is_hidden(base: Any, block: nn.Module) -> bool:
     return len(found) == 2 and torch.equal(*found)
 
 
-# --------------------------------------------------------------------------------------------- on disk
+# --------------------------------------------------------------------------------------------- files
 
 
 def write_projector(model: Any, directory: Path) -> None:
@@ -219,14 +221,14 @@ def write_projector(model: Any, directory: Path) -> None:
         return
     told = json.dumps({**_entry(projector), "features": projector.features})
     tensors = {name: p.detach().cpu().contiguous() for name, p in model.projector.named_parameters()}
-    # under one key: safetensors writes several in any order, and a resumed run's file is to be the same
+    # a single key: safetensors writes several in arbitrary order, and a resumed run's file has to be identical
     save_file(tensors, directory / FILE, metadata={_MODULE: told})
 
 
 def check_projector(model: Any, directory: str | Path) -> None:
-    """Raise UserError if features enter elsewhere by the projector in `directory` than by that of `model`.
+    """Raise UserError if the projector in `directory` injects features elsewhere than that of `model`.
 
-    Nothing where either has none. That the file is whole is for `read_projector` to say.
+    Does nothing if either has none. A damaged file is reported by `read_projector`.
     """
     from safetensors import safe_open
 
@@ -245,15 +247,15 @@ def check_projector(model: Any, directory: str | Path) -> None:
 
 
 def _entry(projector: Projector) -> dict[str, Any]:
-    """How features enter, as a file's metadata says it."""
+    """Return the description of where features enter, as stored in a file's metadata."""
     return {"inject": projector.inject, "vectors": projector.count}
 
 
 def read_projector(directory: str | Path) -> dict[str, Tensor]:
-    """The projector in `directory` by plain name (`projector.weight`, `projector.bias`); empty where there is none.
+    """Return the projector in `directory` by plain name (`projector.weight`, `projector.bias`); empty if there is none.
 
     Raises:
-        UserError: the file is no safetensors.
+        UserError: the file is not a valid safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

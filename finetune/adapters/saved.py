@@ -1,4 +1,4 @@
-"""An adapter on disk that another one begins with: where it lies, and whether it fits the backbone and the settings."""
+"""Saved adapters to continue from: locating them, and checking that they fit the backbone and the settings."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
 
 SETTINGS = "adapter_config.json"
 _PLAIN = (True, False, "gaussian", "orthogonal", "eva")
-"""PEFT's initialisations after which the frozen weights are those of the backbone's files."""
+"""PEFT initialisations that leave the frozen weights equal to the backbone's files."""
 
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """A PEFT directory with a LoRA adapter."""
+    """PEFT directory with a LoRA adapter."""
 
     path: Path
     settings: Mapping[str, Any]
-    """Of adapter_config.json."""
+    """Contents of adapter_config.json."""
     backbone: Mapping[str, Any] | None
-    """`name` and `fingerprint` of its backbone, where a run directory tells."""
+    """`name` and `fingerprint` of its backbone, if it is in a run directory that records them."""
     quantization: str | None = None
-    """How the weights are packed that it alone fits, where its run's recipe says so (`adapter.init: loftq`)."""
+    """The only quantisation of the weights that it fits, if its run's recipe records one (`adapter.init: loftq`)."""
 
     @classmethod
     def find(cls, name: str, *, where: str) -> SavedAdapter:
-        """The adapter of the run directory or PEFT directory `name`.
+        """Return the adapter of the run directory or PEFT directory `name`.
 
         Raises:
-            UserError: beginning with `where`: there is none, or one of another kind than LoRA.
+            UserError: starting with `where`: there is none, or one of another kind than LoRA.
         """
         given = user_path(name)
         path = given / "adapter" if (given / "adapter" / SETTINGS).is_file() else given
@@ -69,11 +69,12 @@ class SavedAdapter:
         return cls(path, settings, *_told_by_run(path))
 
     def require_backbone(self, backbone: Backbone, *, where: str, quantization: str | None = None) -> None:
-        """Raise UserError unless this adapter was trained on `backbone` and fits its weights packed by `quantization`
-        (None: as they are).
+        """Raise UserError unless this adapter was trained on `backbone` and fits its weights quantised by
+        `quantization` (None: not quantised).
 
-        By the fingerprint of its weights where that is known or its directory is here, else by its whole hub name; of
-        directories that are not both here, by the last part of their names.
+        Backbones are compared by the fingerprint of their weights if that is recorded or the adapter's backbone
+        directory exists here, else by the full hub name; for directories of which one is missing, by the last part of
+        their names.
         """
         self.require_packing(quantization, where=where)
         name = backbone.name
@@ -92,7 +93,7 @@ class SavedAdapter:
             raise UserError(f"{where}: {self.path} was trained on {theirs}, which is not the backbone {name}")
 
     def require_packing(self, quantization: str | None, *, where: str) -> None:
-        """Raise UserError if it makes up for what packing lost of the weights, and they are not packed that way."""
+        """Raise UserError if the adapter compensates for one quantisation (loftq) and the weights have another."""
         if self.quantization not in (None, quantization):
             raise UserError(
                 f"{where}: {self.path} was begun by loftq on weights in {self.quantization}, and fits no others; take "
@@ -100,7 +101,7 @@ class SavedAdapter:
             )
 
     def digest(self) -> str:
-        """SHA-256 of its settings and its weights."""
+        """Return the SHA-256 of its settings and its weights."""
         found = hashlib.sha256()
         for name in (SETTINGS, "adapter_model.safetensors"):
             if (self.path / name).is_file():
@@ -109,7 +110,7 @@ class SavedAdapter:
         return found.hexdigest()
 
     def scales(self, tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, float]]:
-        """(rank, scale) of each adapted layer by plain name."""
+        """Return (rank, scale) of each adapted layer by plain name."""
         ranks = {}
         for name, tensor in tensors.items():
             if name.endswith((".lora_A.weight", ".lora_embedding_A")):
@@ -122,7 +123,7 @@ class SavedAdapter:
 
 
 def _told_by_run(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
-    """(backbone, quantization) of the adapter in `path`, from the run directory that it lies in, if it does."""
+    """Return (backbone, quantization) of the adapter in `path`, from the run directory that contains it, if any."""
     for place in path.resolve().parents[:3]:  # RUN/adapter, RUN/initial, RUN/stages/NAME/adapter
         manifest, recipe = place / "manifest.json", place / "recipe.resolved.yaml"
         if not recipe.is_file():
@@ -139,9 +140,9 @@ def _told_by_run(path: Path) -> tuple[Mapping[str, Any] | None, str | None]:
 
 
 def check_start(saved: SavedAdapter, tensors: Mapping[str, Tensor], model: PeftModel, *, where: str) -> None:
-    """Raise one UserError that names every setting in which the adapter `saved` differs from that of `model`.
+    """Raise one UserError that lists every setting in which the adapter `saved` differs from that of `model`.
 
-    tensors: of `saved` by plain name. model: as the recipe has it, on meta or not.
+    tensors: of `saved` by plain name. model: built from the recipe, on meta or not.
     """
     live = {name: (layer.r[ADAPTER], layer.scaling[ADAPTER]) for name, layer in lora_layers(model).items()}
     theirs = saved.scales(tensors)

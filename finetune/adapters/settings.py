@@ -1,10 +1,11 @@
-"""From `flatshift.finetune.config.Adapter` to PEFT's `LoraConfig`, with every name checked against the backbone's
+"""Convert `flatshift.finetune.config.Adapter` to PEFT's `LoraConfig`, checking every name against the backbone's
 modules.
 
-**Mixtures of experts.** transformers keeps the experts of a block in fused parameters (E, out, in), which are no linear
-layers; PEFT adapts them as parameters (`target_parameters`): an A and a B for each expert, r·E rows and columns in all.
-There PEFT also renames linear layers called as experts once were (`gate_proj` of a shared expert), when an adapter is
-made and when it is loaded, and would then leave them out and train the router; those too are adapted as parameters.
+**Mixtures of experts.** transformers stores the experts of a block in fused parameters (E, out, in), which are not
+linear layers; PEFT adapts them as parameters (`target_parameters`): an A and a B for each expert, r·E rows and columns
+in total. In such models PEFT also renames linear layers with former names of expert layers (`gate_proj` of a shared
+expert), when an adapter is created and when it is loaded, and would then skip them and train the router; so these too
+are adapted as parameters.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ if TYPE_CHECKING:
 
 
 _HEADS = {"classifier", "score"}
-"""Heads that PEFT trains whole by itself (its task type SEQ_CLS)."""
+"""Heads that PEFT trains in full by itself (its task type SEQ_CLS)."""
 _BIAS = {None: "none", "all": "all", "adapted": "lora_only"}
 _BLOCK_LISTS = ("layers", "h", "layer", "block", "blocks")
 
 
 def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new: Iterable[str]) -> LoraConfig:
-    """PEFT's settings for a LoRA adapter that starts with PEFT's default values (`adapter.init` comes later).
+    """Return PEFT's settings for a LoRA adapter with PEFT's default initialisation (`adapter.init` is applied later).
 
-    new: parameters that the checkpoint lacked, which train whole.
+    new: parameters missing from the checkpoint, which train in full.
 
     Raises:
-        UserError: a name that no module of the backbone has, or has in vain; what does not go together.
+        UserError: a name that no module of the backbone has or that has no effect; incompatible settings.
     """
     from peft import LoraConfig
 
@@ -71,7 +72,7 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
         targets = _linear_names(backbone, adapter, targets, task)
     whole = _whole(backbone, adapter)
     return LoraConfig(
-        task_type=None if adapts_head(adapter, new) else task.peft_type,  # PEFT would train the head whole instead
+        task_type=None if adapts_head(adapter, new) else task.peft_type,  # else PEFT would train the head in full
         r=adapter.rank,
         lora_alpha=adapter.numerator,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
@@ -91,7 +92,8 @@ def lora_config(backbone: PreTrainedModel, adapter: Adapter, *, task: Task, new:
 
 
 def with_ranks_of(config: LoraConfig, directory: str | Path) -> LoraConfig:
-    """`config` with the layers and the ranks and alphas by layer of the adapter in `directory` (EVA's choice)."""
+    """Return `config` with the layers and the per-layer ranks and alphas of the adapter in `directory` (chosen by
+    EVA)."""
     from peft import LoraConfig
 
     kept: Any = LoraConfig.from_pretrained(str(directory))
@@ -101,9 +103,8 @@ def with_ranks_of(config: LoraConfig, directory: str | Path) -> LoraConfig:
 
 
 def check_patterns(model: PeftModel, adapter: Adapter) -> None:
-    """Raise UserError if a name in `adapter.ranks` or `adapter.alphas` is that of no adapted layer, or if two of them
-    give one layer different values: PEFT takes the first, and its file does not keep the order of writing.
-    """
+    """Raise UserError if a name in `adapter.ranks` or `adapter.alphas` matches no adapted layer, or if two of them give
+    one layer different values: PEFT takes the first, and its file does not preserve their order."""
     layers = [name.removeprefix("base_model.model.") for name, module in model.named_modules() if _has_lora(module)]
     for setting in ("ranks", "alphas"):
         for pattern in getattr(adapter, setting) or {}:
@@ -160,7 +161,7 @@ def _can_have_lora(module: nn.Module) -> bool:
 
 
 def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | list[str], task: Task) -> list[str]:
-    """The full names of the layers that `targets`, `exclude` and `layers` leave."""
+    """Return the full names of the layers selected by `targets`, `exclude` and `layers`."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
 
@@ -175,7 +176,8 @@ def _linear_names(backbone: PreTrainedModel, adapter: Adapter, targets: str | li
 
 
 def _language_names(backbone: PreTrainedModel, names: list[str], targets: str | tuple[str, ...]) -> list[str]:
-    """`names` in the language model; elsewhere (a vision tower) only those that a target names which it has not."""
+    """Return the `names` in the language model, and elsewhere (a vision tower) only those matched by a target that
+    matches nothing in the language model."""
     beside = tuple(f"{name}." for name in beside_language(backbone))
     inside = [name for name in names if not name.startswith(beside)]
     asked = [] if isinstance(targets, str) else [t for t in targets if not any(_ends(name, t) for name in inside)]
@@ -203,7 +205,8 @@ def _check_layers(backbone: PreTrainedModel, adapter: Adapter) -> None:
 
 
 def _whole(backbone: PreTrainedModel, adapter: Adapter) -> list[str]:
-    """The modules of `adapter.train_whole` by their full names: PEFT would take `input_layernorm` for `norm`."""
+    """Return the full names of the modules in `adapter.train_whole`: by suffix, PEFT would match `input_layernorm` for
+    `norm`."""
     found = []
     for suffix in adapter.train_whole or ():
         _require_module(backbone, suffix, "adapter.train_whole", linear=False)
@@ -226,9 +229,11 @@ def _refuse_shared(backbone: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _new_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str]) -> list[str]:
-    """Modules that the checkpoint lacked apart from PEFT's own `classifier`/`score` (BERT's pooler): they train too.
+    """Return the modules missing from the checkpoint other than PEFT's own `classifier`/`score` (BERT's pooler): they
+    train too.
 
-    Of a masked-LM head these are the layers before the output one: that is the embedding again, and its bias stays 0.
+    For a masked-LM head these are the layers before the output layer, whose weight is the tied embedding and whose bias
+    stays 0.
     """
     owners = {name.rsplit(".", 1)[0] for name in new}
     if not task.is_sequence_level:
@@ -239,14 +244,15 @@ def _new_outside_head(backbone: PreTrainedModel, task: Task, new: Iterable[str])
 
 
 def adapts_head(adapter: Adapter, new: Iterable[str]) -> bool:
-    """Whether `adapter.targets` names the new head itself, which then trains by LoRA."""
+    """True if `adapter.targets` names the new head itself, which then trains by LoRA."""
     named = () if isinstance(adapter.targets, str) else adapter.targets
     heads = {name.rsplit(".", 2)[-2] for name in new} & _HEADS
     return any(target.rsplit(".", 1)[-1] in heads for target in named)
 
 
 def trained_whole(module: str, new: Iterable[str]) -> bool:
-    """Whether this module of a classification backbone trains whole: it is PEFT's head, or its checkpoint lacked it."""
+    """True if this module of a classification backbone trains in full: it is PEFT's head, or missing from the
+    checkpoint."""
     return bool(_HEADS & set(module.split("."))) or module in {name.rsplit(".", 1)[0] for name in new}
 
 
@@ -259,15 +265,15 @@ _EXPERTS = re.compile(r"(^|\.)experts\.(gate_up_proj|down_proj|gate_proj|up_proj
 
 
 def fused_parameters(backbone: nn.Module) -> list[str]:
-    """Names of the parameters (E, ·, ·) that hold the experts of a block each; empty without experts."""
+    """Return the names of the parameters (E, ·, ·) that hold the experts of each block; empty without experts."""
     return [name for name, p in backbone.named_parameters() if p.ndim == 3 and _EXPERTS.search(name)]
 
 
 def names_beside_experts(backbone: nn.Module, names: Sequence[str], targets: str | tuple[str, ...]) -> list[str]:
-    """`names` without routers.
+    """Return `names` without routers.
 
     Raises:
-        UserError: a router is named in `targets`, or nothing else is left.
+        UserError: a router is named in `targets`, or no other name is left.
     """
     routers = [name for name in names if name.rsplit(".", 1)[-1] in _ROUTERS]
     if routers and targets != "all-linear":
@@ -282,13 +288,13 @@ def names_beside_experts(backbone: nn.Module, names: Sequence[str], targets: str
 
 
 def split_experts(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(modules, parameters) that PEFT is given for the linear layers `names`."""
+    """Return the (modules, parameters) by which PEFT adapts the linear layers `names`."""
     parameters = [name for name in names if name.rsplit(".", 1)[-1] in _RENAMED]
     return [name for name in names if name not in set(parameters)], [f"{name}.weight" for name in parameters]
 
 
 def _check_experts(adapter: Adapter, parameters: Sequence[str]) -> None:
-    """Raise UserError for settings that PEFT has only for linear layers where there are adapted `parameters`."""
+    """Raise UserError for settings that PEFT supports only for linear layers if there are adapted `parameters`."""
     if not parameters:
         return
     settings = {

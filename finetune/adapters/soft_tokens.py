@@ -1,7 +1,8 @@
-"""Soft tokens before every row, and nothing else, train: prompt tuning (Lester et al., arXiv 2104.08691), by PEFT.
+"""Soft tokens: train vectors before every sequence and nothing else (prompt tuning, Lester et al., arXiv 2104.08691),
+by PEFT.
 
-They are the soft prompt of eP-ALM (Shukor et al., arXiv 2303.11403), whose projector is in `projector` beside this. The
-wrapped model gives logits for the row's own tokens only, so that losses and metrics need not know of the others.
+They are the soft prompt of eP-ALM (Shukor et al., arXiv 2303.11403), whose projector is in `projector`. The wrapped
+model returns logits for the example's own tokens only, so losses and metrics are not affected by the soft tokens.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
 WEIGHT = "prompt_encoder.embedding.weight"
 """Plain name of the trained tensor (n, D)."""
 IN_FILE = "prompt_embeddings"
-"""What PEFT calls it in its file."""
+"""Name of the tensor in PEFT's file."""
 
 
 def attach_soft_tokens(
     backbone: PreTrainedModel, adapter: Adapter, *, task: Task, seed: int, dtype: torch.dtype
 ) -> PeftModel:
-    """Wrap `backbone` (in place) so that `adapter.soft_tokens` vectors lie before every row's embeddings, and before
-    them what `adapter.projector` makes of the row's features.
+    """Wrap `backbone` (in place) to prepend `adapter.soft_tokens` trained vectors to every sequence's embeddings,
+    preceded by the features projected by `adapter.projector`.
 
-    They start as the embeddings of tokens drawn by `seed`, as the paper advises.
+    They are initialised with the embeddings of tokens drawn with `seed`, as the paper advises.
 
     Raises:
-        UserError: a task (`flatshift.finetune.planner.rules`) or a backbone that they do not go with.
+        UserError: a task (`flatshift.finetune.planner.rules`) or a backbone that does not support them.
     """
     from peft import PromptTuningConfig, get_peft_model
 
@@ -52,7 +53,7 @@ def attach_soft_tokens(
     width = table.weight.shape[1]
     if width != backbone.config.get_text_config().hidden_size:
         raise UserError(f"adapter.soft_tokens: this backbone's embeddings have {width} channels, its blocks others")
-    with seeded(0, table.weight.device):  # PEFT draws values that are replaced below
+    with seeded(0, table.weight.device):  # PEFT initialises values that are replaced below
         config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=count, token_dim=width)
         model: Any = get_peft_model(backbone, config)
     drawn = torch.randint(0, table.weight.shape[0], (count,), generator=torch_generator(seed, "init", WEIGHT))
@@ -60,7 +61,7 @@ def attach_soft_tokens(
     soft.weight.data = table.weight.detach()[drawn.to(table.weight.device)].to(dtype).clone()
     model.soft_tokens = count
     model.forward = functools.partial(_own_tokens_only, model)
-    # PEFT (0.21) tells the first step by the cache, which it knows by its older name only
+    # PEFT (0.21) detects the first generation step by the cache, which it only knows by its older name
     model.base_model_prepare_inputs_for_generation = functools.partial(
         _renamed, model.base_model_prepare_inputs_for_generation, cache_name(), "past_key_values"
     )
@@ -75,7 +76,7 @@ def attach_soft_tokens(
 def _renamed(
     prepare: Callable[..., dict[str, Any]], old: str, new: str, /, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """The inputs of a step of generation, one of them under another name."""
+    """Return the inputs of a generation step with one of them renamed."""
     inputs = prepare(*args, **kwargs)
     if old in inputs:
         inputs[new] = inputs.pop(old)
@@ -83,7 +84,7 @@ def _renamed(
 
 
 def _own_tokens_only(model: Any, **inputs: Any) -> Any:
-    """The forward pass of PEFT's class without the logits of the soft tokens."""
+    """Run the forward pass of PEFT's class and drop the logits of the soft tokens."""
     output = type(model).forward(model, **inputs)
     output.logits = output.logits[:, model.soft_tokens :]
     return output

@@ -1,1 +1,1 @@
-"""How a step is computed: the loss in slices, attention, dropout masks, casts, and what the device at hand decides."""
+"""Numerics of a step: sliced loss, attention, dropout masks, casts, and device capabilities."""

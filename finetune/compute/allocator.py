@@ -1,8 +1,7 @@
-"""How torch's CUDA allocator and cuBLAS are set, before torch is imported. Standard library only.
+"""Environment of torch's CUDA allocator and of cuBLAS, set before torch is imported. Standard library only.
 
-Rows of all lengths and a loss in slices leave gaps in memory that is handed out in blocks of fixed size; segments that
-grow have none. What the user's environment says goes first: `PYTORCH_ALLOC_CONF=expandable_segments:False` turns it
-off.
+Rows of all lengths and a sliced loss fragment memory that is allocated in blocks of fixed size; expandable segments
+avoid that. The user's environment takes precedence: `PYTORCH_ALLOC_CONF=expandable_segments:False` turns them off.
 """
 
 from __future__ import annotations
@@ -11,19 +10,22 @@ import sys
 from collections.abc import Mapping
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""What torch reads, the newest name first."""
+"""Variables that torch reads, the newest name first."""
 WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def fixed_workspaces(environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to the environment so that cuBLAS, which reads it at its first product, gives the same bits again
-    (`train.deterministic`): 32 MiB of workspace for each stream. Nothing where the environment says something."""
+    """Return the environment variable that makes cuBLAS reproducible (`train.deterministic`): 32 MiB of workspace per
+    stream. cuBLAS reads it at its first product. Empty if the environment sets it already."""
     return {} if WORKSPACES in environment else {WORKSPACES: ":4096:8"}
 
 
 def growing_segments(environment: Mapping[str, str], *, platform: str = sys.platform) -> dict[str, str]:
-    """What to add to the environment of a process that may compute on CUDA; nothing where it says something itself,
-    or where the driver has no such memory (elsewhere than on Linux). Read by no CPU allocation."""
+    """Return the environment variable that enables expandable segments for a process that may use CUDA.
+
+    Empty if the environment sets the allocator already, or off Linux, where the driver has no such memory. CPU
+    allocations ignore it.
+    """
     if platform != "linux" or any(name in environment for name in NAMES):
         return {}
     return {NAMES[0]: "expandable_segments:True"}

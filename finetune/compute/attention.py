@@ -1,31 +1,31 @@
-"""Attention by what the host knows: packed rows by flash attention, masks without a wait, and blocks of queries on a
-CPU.
+"""Attention based on what the host knows about the rows: flash attention for packed rows, masks without a device
+synchronisation, and blocked queries on a CPU.
 
-**Packed rows.** Flash attention over samples of any length, where a CPU takes a dense mask of T² a row.
-torch brings the kernel itself (`torch.nn.attention.varlen`), so no package is needed. transformers hands a mask of four
-dimensions through to every attention layer as it is: here that is no mask but the places where samples begin, int32
-(1, 1, L, N + 1) for N samples of at most L tokens in the rows of a micro-batch laid end to end (a view; L is read off
-the shape, so no layer asks the device). Any other call computes what `sdpa` does, to the bit: evaluation, padded rows.
+**Packed rows.** Flash attention over samples of any length, where a CPU uses a dense mask of T² per row. torch ships
+the kernel (`torch.nn.attention.varlen`), so no package is needed. transformers passes a four-dimensional mask unchanged
+to every attention layer; here it is not a mask but the offsets where samples start, int32 (1, 1, L, N + 1) for N
+samples of at most L tokens in the concatenated rows of a micro-batch (a view; L is read off the shape, so no layer asks
+the device). Any other call computes exactly what `sdpa` does: evaluation, padded rows.
 
-Whether a backbone really keeps its samples apart so is measured by `refuse_leaks`, like for the dense mask, which
-transformers derives from the restarts of positions: block-diagonal and causal, in every attention implementation and
-with sliding windows, provided that no mask and no cache is passed. Models that build their masks otherwise (recurrent
-ones, ALiBi) would leak in silence.
+`check_packing_isolation` measures whether a base model really keeps its samples apart this way, as for the dense mask,
+which transformers derives from the restarts of positions: block-diagonal and causal, in every attention implementation
+and with sliding windows, provided that no mask and no cache is passed. Models that build their masks otherwise
+(recurrent ones, ALiBi) would leak silently.
 
-**Masks.** transformers looks into every mask, and into positions, for whether anything is masked and whether rows hold
-several samples; on a GPU each look waits for the device. The host made the rows and knows: of rows of one sample each
-whether any is padded, and of packed ones that they are. A causal model that is padded on the right needs no mask for
-it: what lies behind a token is out of its sight anyway, and nobody supervises the padding. So its attention is the
-kernel's own causal one, without a mask of T². `packed_attention` puts its mask function in the place of those in
-transformers' registry; outside of `packed_batch`, as in evaluation and generation, it is the same.
+**Masks.** transformers inspects every mask, and positions, for whether anything is masked and whether rows hold several
+samples; on a GPU each inspection synchronises. The host built the rows and knows: for rows of one sample each whether
+any is padded, and for packed rows that they are packed. A causal model padded on the right needs no mask for the
+padding: no token sees later ones, and padding has no target tokens. So its attention is the kernel's own causal one,
+without a mask of T². `packed_attention` replaces the mask functions in transformers' registry; outside of
+`packed_batch`, as in evaluation and generation, they behave as before.
 
-**Blocks of queries**, for judging on a CPU in bf16. torch's flash attention for CPUs calls two small matrix products
-for every row, head and block of queries. In bf16 such a call costs more than the product itself where heads are narrow.
-Here a block of queries looks at the keys up to its end, all rows and heads at once, by batched products of oneDNN: half
-to two thirds of the time for heads of 32 channels at 96 to 1,024 tokens, for T·`BLOCK` scores a row and head. Scores
-are rounded to bf16, as every other product of such a pass.
+**Blocks of queries**, for evaluation on a CPU in bf16. torch's flash attention for CPUs calls two small matrix products
+for every row, head and block of queries. In bf16 such a call costs more than the product itself if heads are narrow.
+Here a block of queries attends to the keys up to its end, all rows and heads at once, by batched products of oneDNN:
+half to two thirds of the time for heads of 32 channels at 96 to 1,024 tokens, for T·`BLOCK` scores per row and head.
+Scores are rounded to bf16, as every other product of such a pass.
 
-For passes that keep no gradient and need no mask: every token's figure depends on those before it alone.
+For passes that keep no gradient and need no mask: every token's value depends on those before it alone.
 """
 
 from __future__ import annotations
@@ -52,31 +52,34 @@ if TYPE_CHECKING:
 
 
 NAME = "flatshift_rows"
-"""The attention implementation, as transformers knows it."""
+"""Name of the attention implementation in transformers."""
 _WIDEST = 256
-"""Channels of a head that the kernel takes, in multiples of 8."""
+"""Largest head width that the kernel takes, in multiples of 8."""
 _OLDEST = (8, 0)
-"""Compute capability from which there is flash attention."""
+"""Lowest compute capability with flash attention."""
 
 
-# --------------------------------------------------------------------------------------------- where samples begin
+# --------------------------------------------------------------------------------------------- offsets of samples
 
 
 def starts(position_ids: Tensor) -> tuple[Tensor, int]:
-    """Of packed rows (B, T) in host memory: where each sample begins in the rows laid end to end, and their end, int32
-    (N + 1,); and the tokens of the longest sample."""
+    """Return the offsets of samples in packed rows (B, T) in host memory, and the tokens of the longest sample.
+
+    Offsets count in the concatenated rows and include the end: int32 (N + 1,).
+    """
     flat = position_ids.reshape(-1)
     first = torch.cat([(flat == 0).nonzero().flatten(), torch.tensor([len(flat)])])
     return first.to(torch.int32), int(first.diff().max())
 
 
 def as_mask(begins: Tensor, longest: int) -> Tensor:
-    """What the model is given as its attention mask; a view of `begins`."""
+    """Return the offsets in the form of the model's attention mask; a view of `begins`."""
     return begins[None, None, None].expand(1, 1, longest, -1)
 
 
 def without_starts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Model inputs whose rows may be cut: samples are told apart by their positions alone."""
+    """Return model inputs without sample offsets, for rows that may be sliced: positions alone then separate
+    samples."""
     return {name: value for name, value in inputs.items() if name != "attention_mask" or value.dtype != torch.int32}
 
 
@@ -85,20 +88,20 @@ def without_starts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 Kernel = Callable[..., Tensor]
 """(query (Σ, H, D), key and value (Σ, H_kv, D), starts, longest, scale, window) → (Σ, H, D); window: tokens that a
-query sees, itself among them, or None for all before it."""
+query sees, including itself, or None for all before it."""
 
 
 def flash(
     query: Tensor, key: Tensor, value: Tensor, begins: Tensor, longest: int, *, scale: float | None, window: int | None
 ) -> Tensor:
-    """torch's own; causal within each sample."""
+    """Run torch's flash attention, causal within each sample."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
-    elif groups > 1:  # torch 2.11 wants as many heads
+    elif groups > 1:  # torch 2.11 requires equal numbers of heads
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     found = varlen_attn(query, key, value, begins, begins, longest, longest, **options)
     assert isinstance(found, Tensor)
@@ -106,7 +109,7 @@ def flash(
 
 
 def _forward(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function that transformers calls, by `kernel` where it is given starts."""
+    """Return the attention function for transformers: `kernel` if it receives sample offsets, else sdpa."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     def forward(
@@ -119,15 +122,16 @@ def _forward(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """query (B, H, T, D), key and value (B, H_kv, T, D) → (B, T, H, D)."""
+        """Attend: query (B, H, T, D), key and value (B, H_kv, T, D) → (B, T, H, D)."""
         if attention_mask is None or attention_mask.dtype != torch.int32:
             return sdpa_attention_forward(
                 module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
             )
         rows, _, tokens, width = query.shape
-        dtype = product_dtype(query)  # as autocast has it for scaled_dot_product_attention
+        dtype = product_dtype(query)  # autocast treats scaled_dot_product_attention the same way
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         own = value.shape[-1]
+        # the kernel takes one width only: pad narrower values, and cut the output back below
         if own < width:
             value = F.pad(value, (0, width - own))
         flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
@@ -147,7 +151,7 @@ def _forward(kernel: Kernel) -> Callable[..., tuple[Tensor, None]]:
 
 
 def flash_attention_problem(engine: Engine, train: Train, device: torch.device) -> str | None:
-    """Why packed rows get a dense mask here; None where the kernel may be tried."""
+    """Return the reason packed rows need a dense mask here; None if the kernel may be tried."""
     if not is_cuda(device):
         return "no CUDA device"
     if torch.cuda.get_device_capability(device) < _OLDEST or not torch.backends.cuda.is_flash_attention_available():
@@ -156,7 +160,7 @@ def flash_attention_problem(engine: Engine, train: Train, device: torch.device) 
 
 
 def _unsuited(engine: Engine, train: Train) -> str | None:
-    """As `flash_attention_problem`, of the run and its backbone."""
+    """Return a reason given by the run or its base model, as for `flash_attention_problem`; None if there is none."""
     if engine.world.width("cp", "pp") > 1:
         return "tokens lie on several ranks"
     base = engine.peft.get_base_model()
@@ -175,7 +179,7 @@ def _unsuited(engine: Engine, train: Train) -> str | None:
 
 
 def register(kernel: Kernel) -> None:
-    """Let transformers know `kernel` under `NAME`."""
+    """Register `kernel` with transformers under `NAME`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
@@ -185,12 +189,12 @@ def register(kernel: Kernel) -> None:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """What is known of the rows under way."""
+    """Host-side facts about the rows of the current forward pass."""
 
     padded: bool
-    """Whether any is shorter than the others, on the right."""
+    """True if any row is shorter than the others (padded on the right)."""
     positions: Tensor | None
-    """(B, T) int64 of packed rows, from 0 again for each sample; None: a sample a row."""
+    """(B, T) int64 of packed rows, restarting at 0 for each sample; None: one sample per row."""
 
 
 _READ: ContextVar[PackedRows | None] = ContextVar("rows under way", default=None)
@@ -199,9 +203,9 @@ _ASKED: ContextVar[bool] = ContextVar("whether masks are made here", default=Fal
 
 @contextlib.contextmanager
 def packed_attention(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Inside, masks of `model` are made of what `packed_batch` says, where looking into them would wait for `device`.
+    """Build the masks of `model` from `packed_batch` inside, if inspecting them would synchronise with `device`.
 
-    A backbone with another kind of mask than those of `sdpa` and `eager` attention keeps its own way.
+    A base model with masks other than those of `sdpa` and `eager` attention keeps its own.
     """
     changed: dict[str, Any] = {}
     if not capabilities(device).reads_masks:
@@ -230,18 +234,18 @@ def packed_attention(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def packed_batch(batch: Any) -> Iterator[dict[str, Tensor]]:
-    """Inside runs the forward pass of `batch` (`flatshift.finetune.compute.loss.Batch`); gives the model's keyword
-    arguments for it."""
+    """Surround the forward pass of `batch` (`flatshift.finetune.compute.loss.Batch`); yield the model's keyword
+    arguments."""
     inputs: dict[str, Tensor] = batch.inputs
     padded = getattr(batch, "padded", None)
     if padded is None or not _ASKED.get():
         yield inputs
         return
     positions = inputs.get("position_ids")
-    if getattr(inputs.get("attention_mask"), "ndim", 2) > 2:  # said already, in a form that transformers hands through
+    if getattr(inputs.get("attention_mask"), "ndim", 2) > 2:  # a mask that transformers passes through unchanged
         yield inputs
         return
-    if positions is not None:  # given in any case: without it transformers would look for samples in the positions
+    if positions is not None:  # without a mask transformers would search the positions for samples
         inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"])}
     token = _READ.set(PackedRows(padded, positions))
     try:
@@ -251,9 +255,10 @@ def packed_batch(batch: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def _within(mask: Callable[..., Tensor], positions: Tensor, sample: Tensor) -> Callable[..., Tensor]:
-    """transformers' `mask` function inside of each sample of packed rows, by the places in it; both (B, T).
+    """Restrict transformers' `mask` function to each sample of packed rows, by positions in the sample; both (B, T).
 
-    The oldest transformers that we allow has no function of its own for it."""
+    The oldest transformers that we support has no such function.
+    """
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = sample[row, query] == sample[row, key]
@@ -263,8 +268,8 @@ def _within(mask: Callable[..., Tensor], positions: Tensor, sample: Tensor) -> C
 
 
 def _mask(usual: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
-    """transformers' mask function, by the `usual` one: which keys each query sees, bool (B, 1, T, T) (of `eager` what
-    is added to their scores); None: those that the kernel shows it anyway."""
+    """Compute transformers' mask by the `usual` function: the keys that each query sees, bool (B, 1, T, T) (for `eager`
+    the bias added to their scores); None if the kernel's own causal masking suffices."""
     from transformers.masking_utils import causal_mask_function
 
     rows = _READ.get()
@@ -280,17 +285,17 @@ def _mask(usual: Callable[..., Tensor | None], **how: Any) -> Tensor | None:
     return usual(**{**how, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
-# --------------------------------------------------------------------------- by blocks of queries, for judging on a CPU
+# --------------------------------------------------------------------- blocks of queries, for evaluation on a CPU
 
 
 _BLOCKS = "flatshift_blocks"
-"""The attention implementation, as transformers knows it."""
+"""Name of the attention implementation in transformers."""
 BLOCK = 32
-"""Queries of one product; of 32, 64 and 128 the fastest at 96 to 512 tokens."""
+"""Queries per product; of 32, 64 and 128 the fastest at 96 to 512 tokens."""
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys up to each query.
+    """Compute softmax(scale · q kᵀ) v over the keys up to each query.
 
     query (B, H, T, D), key (B, H_kv, T, D), value (B, H_kv, T, E) → (B, H, T, E); H is a multiple of H_kv.
     """
@@ -311,8 +316,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor
 
 @contextlib.contextmanager
 def blocked(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, `model` attends by blocks where that is the faster way: a CPU that multiplies bf16 matrices, attention
-    that is transformers' `sdpa`, and calls of the whole text without a mask. All other calls go to `sdpa` as before.
+    """Make `model` attend by blocks inside if that is faster, and restore `sdpa` on exit.
+
+    Applies on a CPU that multiplies bf16 matrices, with transformers' `sdpa` attention, to calls over the whole text
+    without a mask. All other calls go to `sdpa`.
 
     dtype: of autocast.
     """
@@ -349,7 +356,7 @@ def _attend_blocks(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: query (B, H, T, D), key and value (B, H_kv, T, ·) → (B, T, H, ·)."""
+    """Attention function for transformers: query (B, H, T, D), key and value (B, H_kv, T, ·) → (B, T, H, ·)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

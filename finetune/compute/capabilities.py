@@ -1,10 +1,10 @@
-"""What a device decides of a run: one small record, asked by all that would else ask for its type.
+"""Device capabilities: one small record for all code that would otherwise test the device type.
 
     able = capabilities(device)
     torch.zeros((), dtype=able.sums, device=device)
 
-What must really touch `torch.cuda` are the functions below. `rehearsed` puts a record in the place of a device's own,
-so that a step goes on tensors without values (`meta`) as it would on the device of that record.
+Code that must really touch `torch.cuda` is in the functions below. `rehearsed` substitutes a record for a device's own,
+so that a step runs on tensors without values (`meta`) as it would on the device of that record.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one kind of device can do, and what suits it."""
+    """Capabilities and suitable settings of one kind of device."""
 
     kind: Literal["cpu", "cuda"]
-    """Also torch's name of the device type, by which autocast and process groups are chosen."""
+    """Device type; also torch's name of it for autocast and process groups."""
     bf16: bool
-    """Whether its matrix units take bf16. Of a CPU this says nothing: what it does faster is measured."""
+    """True if its matrix units take bf16. Not meaningful for a CPU, whose rates are measured."""
     sums: torch.dtype
-    """Of long sums, as of a loss over tokens: float64 costs a CPU nothing, and a GPU a sixty-fourth of its rate."""
+    """Dtype of long sums, as of a loss over tokens: float64 is free on a CPU but runs at 1/64 of the rate on a GPU."""
     short_products: bool
-    """Whether bf16 attention over short rows is made of batched products
+    """True if bf16 attention over short rows uses batched products
     (`flatshift.finetune.compute.numerics.attention`)."""
     fused_optimizer: bool
-    """Whether torch's AdamW goes over all tensors in one pass."""
+    """True if torch's AdamW updates all tensors in one pass."""
     pinned: bool
-    """Whether host memory can be pinned, so that copies to the device wait for nothing."""
+    """True if host memory can be pinned, so that copies to the device are asynchronous."""
     pages: bool
-    """Whether it can page host memory in, as paged optimizer states and offloaded shards need."""
+    """True if it can page host memory in, which paged optimizer states and offloaded shards need."""
     unread: int
-    """Updates whose loss and gradient norm may stay on the device before the host reads them, all at once. A read waits
-    for everything that was launched; a CPU has nothing under way, so there each update is read."""
+    """Steps whose loss and gradient norm may stay on the device before the host reads them all at once. A read waits
+    for all launched work; a CPU has none queued, so it reads every step."""
     reads_masks: bool
-    """Whether a mask is looked at for whether it masks anything, which lets attention do without it: free on a CPU, a
-    wait on a GPU, where what the host knows of the rows must do."""
+    """True if a mask is inspected for whether it masks anything, so that attention can drop it: free on a CPU, a
+    synchronisation on a GPU, where the host's knowledge of the rows is used instead."""
     judged_tokens: int | None
-    """Tokens of documents that are judged at once, where more would only be slower: on a CPU activations leave the
-    caches (the shipped decoder on rows of 200 tokens: 8 at a time take .71 of the time of 32); None: any number."""
+    """Tokens of documents evaluated at once, if more would be slower: on a CPU activations leave the caches (the
+    shipped decoder on rows of 200 tokens: 8 at a time take .71 of the time of 32); None: any number."""
 
     @property
     def autocast(self) -> str:
-        """The device type that `torch.autocast` is to be told."""
+        """Device type for `torch.autocast`."""
         return self.kind
 
 
@@ -79,15 +79,16 @@ CUDA = Capabilities(
     judged_tokens=None,
 )
 H200 = CUDA
-"""Compute capability 9.0, as an H100's; also that of any GPU since Ampere (8.0)."""
+"""Compute capability 9.0, as an H100's; also used for any GPU since Ampere (8.0)."""
 T4 = replace(CUDA, bf16=False)
-"""Compute capability 7.5, as a V100's 7.0: matrix units for float16, none for bf16."""
+"""Compute capability 7.5, and a V100's 7.0: matrix units for float16, none for bf16."""
 
 _REHEARSED: dict[str, Capabilities] = {}
 
 
 def capabilities(device: torch.device | str) -> Capabilities:
-    """The record of `device`; of a type that is neither a CPU nor CUDA (`meta` outside of `rehearsed`) a CPU's."""
+    """Return the record of `device`; the CPU's for a type that is neither CPU nor CUDA (`meta` outside of
+    `rehearsed`)."""
     place = torch.device(device)
     if place.type in _REHEARSED:
         return _REHEARSED[place.type]
@@ -101,7 +102,7 @@ def _of_cuda(index: int | None) -> Capabilities:
 
 @contextlib.contextmanager
 def rehearsed(record: Capabilities, *, on: str = "meta") -> Iterator[None]:
-    """Inside, `capabilities` answers for devices of the type `on` with `record`."""
+    """Make `capabilities` return `record` for devices of type `on` inside."""
     before = _REHEARSED.get(on)
     _REHEARSED[on] = record
     try:
@@ -118,17 +119,17 @@ def _real(device: torch.device | str) -> bool:
 
 
 def copied(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """A host tensor on `device`, which the host does not wait for; itself where it lies there already."""
+    """Return a host tensor on `device` without waiting for the copy; the tensor itself if it is already on it."""
     return tensor.to(device, non_blocking=capabilities(device).pinned)
 
 
 def kept_draws(devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
-    """Afterwards the generators of the host and of `devices` are as they were."""
+    """Restore the random generators of the host and of `devices` on exit."""
     return torch.random.fork_rng(devices=[device for device in devices if _real(device)])
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
-    """Begin the generators of the host and of `device` at `seed`, inside of `kept_draws`."""
+    """Seed the generators of the host and of `device`; use inside `kept_draws`."""
     torch.default_generator.manual_seed(seed)
     if _real(device):
         with torch.cuda.device(device):

@@ -1,7 +1,7 @@
-"""Whether a CUDA device is there, and if not, which of five reasons it is and what to do about it.
+"""Availability of CUDA devices, and if there is none, one of five reasons with its fix.
 
-Facts are read once and judged apart, so that every reason can be tried without the machine that has it. Importing
-it imports no torch: `flatshift doctor` asks too.
+Facts are read once and interpreted separately, so that every reason can be tested on any machine. Importing this module
+does not import torch: `flatshift doctor` uses it too.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class CudaStatus:
-    """What can be told of CUDA here."""
+    """Facts about CUDA on this machine."""
 
     torch: str
-    """Its version."""
+    """Version of torch."""
     built_for: str | None
-    """`CUDA 12.8`, `ROCm 6.4`; None for a build that has neither."""
+    """`CUDA 12.8`, `ROCm 6.4`; None for a build with neither."""
     driver: bool
-    """Whether an NVIDIA driver is installed."""
+    """True if an NVIDIA driver is installed."""
     visible: str | None
-    """CUDA_VISIBLE_DEVICES; None where it is not set."""
+    """CUDA_VISIBLE_DEVICES; None if it is not set."""
     count: int
     """Devices that torch sees."""
     said: str = ""
-    """What torch says when it is asked to start CUDA; empty where it starts, or was not asked."""
+    """torch's error when initialising CUDA; empty if it succeeds or was not tried."""
 
 
 @dataclass(frozen=True)
 class CudaUnavailable:
-    """Why there is no CUDA device."""
+    """Reason why there is no CUDA device."""
 
     what: str
-    """In a clause, without a full stop."""
+    """A clause without a full stop."""
     fix: str
-    """The nearest thing to do about it, in the imperative; empty where nothing but a GPU would help."""
+    """The nearest remedy, in the imperative; empty if only a GPU would help."""
 
 
 def probe_cuda() -> CudaStatus:
-    """Read the facts; imports torch, and starts CUDA only where torch was built for it and sees no device."""
+    """Read the facts; imports torch, and initialises CUDA only if torch was built for it and sees no device."""
     import torch
 
     version: Any = torch.version
@@ -71,7 +71,7 @@ def probe_cuda() -> CudaStatus:
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is installed: its own file, its tool, or the library that torch would load."""
+    """Return True if an NVIDIA driver is installed: its proc file, its tool, or the library that torch would load."""
     if (_PROC / "driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None:
         return True
     try:
@@ -82,7 +82,7 @@ def has_driver() -> bool:
 
 
 def absence(found: CudaStatus) -> CudaUnavailable | None:
-    """Why torch sees no CUDA device; None where it sees one."""
+    """Return the reason why torch sees no CUDA device; None if it sees one."""
     if found.count:
         return None
     if found.built_for is None:
@@ -110,7 +110,7 @@ def absence(found: CudaStatus) -> CudaUnavailable | None:
 
 
 def missing(name: str, found: CudaStatus) -> str:
-    """What a run is told whose device `name` (cuda, cuda:N) is not there."""
+    """Return the error message for an unavailable device `name` (cuda, cuda:N)."""
     reason = absence(found)
     if reason is not None:
         return f"{name}: {reason.what}; {' or '.join(filter(None, [reason.fix, 'take train.device: cpu']))}"
@@ -119,19 +119,22 @@ def missing(name: str, found: CudaStatus) -> str:
 
 
 def _hides_all(visible: str) -> bool:
-    """Whether a value of CUDA_VISIBLE_DEVICES leaves no device: CUDA stops at the first empty or negative one."""
+    """Return True if a value of CUDA_VISIBLE_DEVICES leaves no device: CUDA stops at the first empty or negative
+    entry."""
     first = visible.split(",")[0].strip()
     return not first or first.startswith("-") or first == "NoDevFiles"
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether kernels really run on `device`, which `capabilities` may only rehearse: streams, pinned copies and
-    kernels of its own pay there."""
+    """Return True if kernels really run on `device`, so that streams, pinned copies and custom kernels pay off.
+
+    False for a device that `capabilities` only rehearses.
+    """
     return device.type == "cuda"
 
 
 def product_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype that products of `tensor` are made in: autocast's inside of it, else its own."""
+    """Return the dtype of products of `tensor`: autocast's if enabled, else its own."""
     import torch
 
     device = tensor.device.type
@@ -140,16 +143,20 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def read_straight_to(device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is told so that each tensor goes from its safetensors file to `device`.
+    """Return the `from_pretrained` arguments that load each tensor from its safetensors file directly to `device`.
 
-    A model that is built on the host and moved lies in host memory whole at first, which a machine that hosts GPUs may
-    not have. Nothing is told for a CPU.
+    Building a model on the host and moving it needs host memory for all of it, which a machine that hosts GPUs may not
+    have. Empty for a CPU.
     """
     return {"device_map": {"": device}} if is_cuda(device) else {}
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` → the first CUDA device or the CPU; raises UserError for a device that is not there, with the reason."""
+    """Resolve `auto` to the first CUDA device or the CPU.
+
+    Raises:
+        UserError: the device is not available, with the reason.
+    """
     import torch
 
     if name == "auto":

@@ -1,12 +1,12 @@
-"""Dropout by counting, not by a generator: whatever mesh draws a mask, it is the one that a single process draws.
+"""Counter-based dropout: the mask is the same on any mesh as in a single process.
 
-Whether an element is dropped is told by 16 bits of a hash of (seed, optimizer step, module, call, global row of the
-update's batch, token or head and query, feature or key): SplitMix64 as in `flatshift.regularizers.layers.signs`, one
-word for four neighbours of the last dim. So ranks that share tokens draw alike, ranks that split rows, tokens, heads or
-features each draw their part, and a block that backward computes again draws what it drew before. No generator is read.
+Each element is dropped or kept by 16 bits of a hash of (seed, optimizer step, module, call, global row of the step's
+batch, token or head and query, feature or key): SplitMix64 as in `flatshift.regularizers.layers.signs`, one word for
+four neighbours of the last dim. So ranks that share tokens draw the same mask, ranks that split rows, tokens, heads or
+features each draw their part, and a recomputed block draws the same mask again. No generator is used.
 
-Models call dropout in modules, in functions and inside of attention, so a `DropoutPass` meets these calls where torch
-hands them to a function mode; the module is the innermost one that is being called.
+Models call dropout in modules, in functions and inside attention, so a `DropoutPass` intercepts these calls in a torch
+function mode; the module in the hash is the innermost one being called.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from torch.overrides import TorchFunctionMode
 from flatshift.regularizers.layers.signs import counters, layer_uid, mix64, mix64_, signed, step_id
 
 LANES = 4
-"""Elements that one word decides."""
+"""Elements decided by one word."""
 _STEPS = 1 << 16
-"""Steps of a rate: what is dropped is the nearest multiple of 1/65536, and what is kept is scaled by just that."""
+"""Resolution of a rate: it is rounded to a multiple of 1/65536, and kept elements are scaled by exactly that."""
 
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """How this rank's tensors lie in those of one process; makes a `DropoutPass` for each forward pass."""
+    """Position of this rank's tensors in those of a single process; creates a `DropoutPass` for each forward pass."""
 
     names: Mapping[nn.Module, str]
-    """Modules by the names that they have on every mesh."""
+    """Module names, the same on every mesh."""
     seed: int
     columns: Mapping[str, int] = field(default_factory=dict)
-    """First global feature of what a dropout module is given, where tensor parallelism cuts features."""
+    """First global feature of a dropout module's input, if tensor parallelism splits features."""
     tensor: tuple[int, int] = (0, 1)
-    """(i, n): this rank has the i-th of n equal runs of an attention's heads."""
+    """(i, n): this rank has the i-th of n equal groups of an attention's heads."""
     splits_tokens: bool = False
-    """Whether these ranks split the tokens between the regions, too."""
+    """True if these ranks also split the tokens between the regions (sequence parallelism)."""
     positions: Callable[[int], Tensor] | None = None
-    """Global tokens of a rank that has so many of each row; None where it has all."""
+    """Maps a rank's number of tokens per row to their global positions; None if it has all."""
 
     def during(self, step: int, *, first: int, rows: int, tokens: int) -> DropoutPass:
-        """What surrounds the forward pass of `rows` rows, from the `first` of the update's on, at a step (from 0).
+        """Return the context for the forward pass of `rows` rows, starting at row `first` of the step's batch, at a
+        step (from 0).
 
-        tokens: of a row, on this rank.
+        tokens: per row, on this rank.
         """
         return DropoutPass(self, step_id(self.seed, step), first, rows, tokens, {})
 
@@ -64,7 +65,7 @@ _thread = _Thread()
 
 
 class DropoutPass(TorchFunctionMode):
-    """Inside, dropout is drawn for the rows of one forward pass."""
+    """Context that draws the dropout masks for the rows of one forward pass."""
 
     def __init__(
         self, keyed: KeyedDropout, step: int, first: int, rows: int, tokens: int, calls: dict[tuple[str, int], int]
@@ -72,7 +73,7 @@ class DropoutPass(TorchFunctionMode):
         super().__init__()
         self._keyed, self._step, self._first, self._rows, self._tokens = keyed, step, first, rows, tokens
         self._calls = calls
-        """How often each module has drawn."""
+        """Number of draws per module and first query."""
         self._query = 0
         """Global position of the first query of an attention."""
 
@@ -86,7 +87,8 @@ class DropoutPass(TorchFunctionMode):
         super().__exit__(*error)
 
     def again(self) -> Callable[[], DropoutPass]:
-        """Makes passes that go on from here: for backward, which computes a block once more, or several times."""
+        """Return a factory of passes that continue from the current state, for blocks that backward recomputes (maybe
+        often)."""
         now = dict(self._calls)
         return lambda: DropoutPass(self._keyed, self._step, self._first, self._rows, self._tokens, dict(now))
 
@@ -94,7 +96,7 @@ class DropoutPass(TorchFunctionMode):
         drawn = _DRAWN.get(func)
         return func(*args, **(kwargs or {})) if drawn is None else drawn(self, *args, **(kwargs or {}))
 
-    # ------------------------------------------------------------------ what draws
+    # ------------------------------------------------------------------ intercepted calls
 
     def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0:
@@ -113,7 +115,8 @@ class DropoutPass(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """torch's, (B, H, T, D) → (B, H, T, D); with dropout by its definition, for no kernel takes a mask of ours."""
+        """Attend as torch does, (B, H, T, D) → (B, H, T, D); with dropout, unfused, because no kernel takes a dropout
+        mask."""
         if dropout_p == 0:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -133,7 +136,7 @@ class DropoutPass(TorchFunctionMode):
     # ------------------------------------------------------------------ masks
 
     def _mask(self, shape: torch.Size, rate: float, device: torch.device) -> tuple[Tensor, float]:
-        """(which are kept, bool of `shape`; what these are multiplied by)."""
+        """Return the kept elements, bool of `shape`, and the factor that scales them."""
         name = self._caller()
         call = self._calls.get((name, self._query), 0)
         self._calls[name, self._query] = call + 1
@@ -152,10 +155,12 @@ class DropoutPass(TorchFunctionMode):
         return kept.reshape(shape), _STEPS / (_STEPS - threshold) if threshold < _STEPS else 0.0
 
     def _coordinates(self, name: str, shape: torch.Size, device: torch.device) -> list[Any]:
-        """Global indices of every dim but the last, of which there are first and size. A tensor is read as (rows,
-        features), (rows, tokens, features), (rows, heads, queries, keys) or (rows · heads, queries, keys); for an
-        adapter also as (rows · tokens, features). Others are shared by all rows, as DeBERTa's relative positions are:
-        by the adapters, too, but where a rank has one row they cannot be told from it."""
+        """Return the global indices of every dim but the last, and the first index and size of the last.
+
+        A tensor is read as (rows, features), (rows, tokens, features), (rows, heads, queries, keys) or (rows · heads,
+        queries, keys); for an adapter also as (rows · tokens, features). Others are shared by all rows, as DeBERTa's
+        relative positions are, also in its adapters; on a rank with one row the two cannot be distinguished.
+        """
         sizes = list(shape)
         end_to_end = sizes[0] % self._rows == 0 and (len(sizes) > 2 or name.endswith("lora_dropout"))
         if sizes[0] != self._rows and end_to_end:
@@ -173,7 +178,7 @@ class DropoutPass(TorchFunctionMode):
         return [*leading, (self._keyed.columns.get(name, 0), sizes[-1])]
 
     def _positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Global places of these tokens in their rows."""
+        """Return the global positions of these tokens in their rows."""
         keyed, (i, n) = self._keyed, self._keyed.tensor
         split = keyed.splits_tokens and tokens * n == self._tokens
         if keyed.positions is None or tokens * (n if split else 1) != self._tokens:
@@ -182,7 +187,8 @@ class DropoutPass(TorchFunctionMode):
         return mine[i * tokens : (i + 1) * tokens] if split else mine
 
     def _caller(self) -> str:
-        """The module that is being called. A function has no other way to tell whose dropout it is."""
+        """Return the name of the module being called, found on the call stack: a function has no other way to identify
+        it."""
         frame = sys._getframe(1)
         while frame is not None:
             module = frame.f_locals.get("self")
@@ -202,7 +208,7 @@ _DRAWN: dict[Any, Callable[..., Tensor]] = {
 
 
 class _Dropped(torch.autograd.Function):
-    """x · kept · scale; keeps the mask alone, a byte an element. Differentiable as often as wanted."""
+    """x · kept · scale; saves only the mask, one byte per element. Differentiable any number of times."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Tensor, scale: float) -> Tensor:
@@ -217,14 +223,17 @@ class _Dropped(torch.autograd.Function):
 
 
 def recomputed() -> Callable[[], DropoutPass] | None:
-    """For a module that is about to be called and that backward will call again: makes what surrounds the second call,
-    and any later one, so that it draws what the first draws. None outside of a `DropoutPass`."""
+    """Return a factory of contexts in which a module about to be called draws the same masks when backward recomputes
+    it.
+
+    None outside of a `DropoutPass`.
+    """
     return _thread.passes[-1].again() if _thread.passes else None
 
 
 @contextmanager
 def queries_from(position: int) -> Iterator[None]:
-    """Attention inside is that of the queries from this global position of the rows on."""
+    """Set the global position of the first query of attention inside."""
     here = _thread.passes[-1] if _thread.passes else None
     if here is not None:
         before, here._query = here._query, position

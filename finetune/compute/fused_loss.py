@@ -1,10 +1,10 @@
-"""Which kernel makes the loss from the last hidden states on a CUDA device: our slices, or another that is at hand.
+"""Choice of the kernel that computes the loss from the last hidden states on a CUDA device: our slices or another one.
 
 Liger's (2410.10989; extra `cuda`) and torch's own from 2.13 on fuse the head's product with the cross entropy, as ours
-does. What is faster depends on device, vocabulary and rows, and what is right on the version, so both are found out at
-the start of a stage, on the rows of its first micro-batch: a kernel is taken where loss and gradient are ours within
-rounding and it takes at most `GAIN` of the time. A resumed stage keeps what it began with. Never on a CPU, where ours
-is measured beside peers (`benchmarks.train_step`).
+does. The faster one depends on device, vocabulary and rows, and correctness depends on the version, so both are checked
+at the start of a stage on the rows of its first micro-batch: a kernel is chosen if its loss and gradient equal ours
+within rounding and it takes at most `GAIN` of our time. A resumed stage keeps its kernel. Never on a CPU, where ours is
+benchmarked against others (`benchmarks.train_step`).
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
 
 RECORD = "loss_kernel.json"
 GAIN = 0.95
-"""Share of our time that another kernel takes at most."""
+"""Largest share of our time that another kernel may take to be chosen."""
 OURS = "slices"
 _TURNS = 4
 _GET = "pip install 'flatshift[cuda]'"
 _LOSS_ROUNDING = {torch.float32: 1e-5}
 _GRADIENT_ROUNDING = {torch.float32: 1e-4}
 _HALF_LOSS, _HALF_GRADIENT = 2e-3, 2e-2
-"""Relative differences of loss and gradient that rounding makes in half precision."""
+"""Relative differences of loss and gradient allowed for rounding in half precision."""
 
 
 class FusedLossKernel(Protocol):
-    """`flatshift.finetune.compute.loss.linear_cross_entropy`, computed otherwise."""
+    """Alternative implementation of `flatshift.finetune.compute.loss.linear_cross_entropy`."""
 
     def __call__(self, hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor: ...
 
 
-# --------------------------------------------------------------------------------------------- kernels at hand
+# ------------------------------------------------------------------------------------------- available kernels
 
 
 def at_hand() -> dict[str, FusedLossKernel]:
-    """The kernels that can be tried here, by name; their packages are not imported yet."""
+    """Return the kernels available here by name; their packages are not imported yet."""
     found: dict[str, FusedLossKernel] = {}
     if importlib.util.find_spec("liger_kernel") is not None:
         found["liger"] = _liger
@@ -69,7 +69,8 @@ def at_hand() -> dict[str, FusedLossKernel]:
 
 
 def _operands(hidden: Tensor, linear: nn.Linear) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Hidden states, weight and bias in the dtype of the product: autocast's inside of it, else the hidden states'."""
+    """Return hidden states, weight and bias in the dtype of the product: autocast's if enabled, else the hidden
+    states'."""
     dtype = product_dtype(hidden)
     bias = None if linear.bias is None else linear.bias.to(dtype)
     return hidden.to(dtype), linear.weight.to(dtype), bias
@@ -103,18 +104,18 @@ def _torch(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: flo
 
 @dataclass(frozen=True)
 class Trial:
-    """How one kernel did on a micro-batch."""
+    """Result of one kernel on a micro-batch."""
 
     seconds: float
-    """Forward and backward, the best turn; infinite where it failed or computes something else."""
+    """Forward and backward, the best turn; infinite if it failed or its result differs."""
     wrong: str = ""
-    """Why it cannot be taken."""
+    """Reason it cannot be used."""
 
 
 def tried(
     kernels: Mapping[str, FusedLossKernel], hidden: Tensor, linear: nn.Linear, targets: Tensor, *, ratio: float = 0.0
 ) -> dict[str, Trial]:
-    """Our slices under `OURS`, and each of `kernels`, on hidden states (n, D); in turns, so that none is timed warm.
+    """Time our slices (under `OURS`) and each of `kernels` on hidden states (n, D), alternating the order of the turns.
 
     ratio: ε of label smoothing.
     """
@@ -124,7 +125,7 @@ def tried(
     for name, kernel in candidates.items():
         try:
             computed[name] = _passed(kernel, hidden, linear, targets, ratio)
-        except Exception as error:  # of a foreign kernel anything: its compiler, its limits, its memory
+        except Exception as error:  # a third-party kernel may raise anything: compiler, limits, memory
             text = str(error).strip()
             trials[name] = Trial(math.inf, text.splitlines()[0] if text else type(error).__name__)
     for name, (loss, gradient) in computed.items():
@@ -143,7 +144,7 @@ def tried(
 def _passed(
     kernel: FusedLossKernel, hidden: Tensor, linear: nn.Linear, targets: Tensor, ratio: float
 ) -> tuple[Tensor, Tensor]:
-    """The loss and its gradient by the hidden states."""
+    """Return the loss and its gradient with respect to the hidden states."""
     with torch.enable_grad():
         rows = hidden.detach().requires_grad_()
         loss = kernel(rows, linear, targets, smoothing=ratio)
@@ -152,7 +153,7 @@ def _passed(
 
 
 def _difference(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> str | None:
-    """What differs by more than rounding; None if nothing does."""
+    """Describe the difference beyond rounding; None if there is none."""
     (loss, gradient), (other, its) = ours, theirs
     dtype = product_dtype(gradient)
     off = float((other.double() - loss.double()).abs() / loss.double().abs().clamp_min(1e-30))
@@ -184,16 +185,16 @@ def with_kernel(
     say: Callable[[str], None],
     kernels: Mapping[str, FusedLossKernel] | None = None,
 ) -> Head | None:
-    """`head` with the kernel that the stage's loss is made by; collective on a mesh, where all ranks take the same.
+    """Return `head` with the kernel for the stage's loss; collective on a mesh, where all ranks choose the same.
 
     Args:
-        batches: the kernels are tried on the rows of this rank's first micro-batch.
-        folder: of the stage, where the choice is kept.
-        say: told in a line what was taken and why.
+        batches: the kernels are tried on this rank's first micro-batch.
+        folder: directory of the stage, where the choice is stored.
+        say: receives one line with the choice and its reason.
     """
     if head is None or not is_cuda(engine.device) or engine.world.width("tp", "pp", "cp") > 1:
         return head
-    if train.deterministic:  # which kernel is faster may be another one tomorrow, and theirs add in no fixed order
+    if train.deterministic:  # timings vary between runs, and the other kernels add in no fixed order
         return head
     kernels = at_hand() if kernels is None else kernels
     kept = _agreed(engine, _kept(folder))
@@ -219,7 +220,8 @@ def with_kernel(
 def _trial(
     engine: Engine, head: Head, micro: MicroBatch, *, task: Task, train: Train, kernels: Mapping[str, FusedLossKernel]
 ) -> dict[str, Trial]:
-    """The kernels on the hidden states of `micro`, in the head's own forward, where FSDP2 has its weights whole."""
+    """Try the kernels on the hidden states of `micro` inside the head's own forward, where FSDP2 has gathered its
+    weights."""
     batch, found = micro.to(engine.device), dict[str, Trial]()
 
     def cost(hidden: Tensor) -> Tensor:
@@ -252,7 +254,7 @@ def _kept(folder: Path) -> str | None:
 
 
 def _agreed(engine: Engine, name: str | None) -> str | None:
-    """Rank 0's word."""
+    """Return rank 0's value on every rank."""
     if engine.world.size == 1:
         return name
     box = [name]
@@ -261,7 +263,7 @@ def _agreed(engine: Engine, name: str | None) -> str | None:
 
 
 def _slowest_rank(engine: Engine, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The time of each kernel on the rank that it takes longest, the same on every rank."""
+    """Return each kernel's time on its slowest rank, the same on every rank."""
     if engine.world.size == 1:
         return dict(seconds)
     times = torch.tensor(list(seconds.values()), dtype=torch.float64, device=engine.device)

@@ -1,10 +1,10 @@
-"""Jacobians of a model's outputs by example, with respect to the weights of linear layers.
+"""Per-example Jacobians of a model's outputs with respect to the weights of linear layers.
 
     outputs, rows = jacobian(model, parameters, micro)     # [B, C], [B, C, P]
 
-A layer's row is Σ_t g_t ⊗ u_t of what it was given (u) and of what reaches it backwards from one output (g): one
-backward pass an output for all examples together, in place of one an example (`torch.func.vmap` over `jacrev` gives
-the same numbers and is what the tests compare with; models that look at their masks cannot be mapped by it).
+A layer's row is Σ_t g_t ⊗ u_t of its input u and the gradient g of one output: one backward pass per output for all
+examples together instead of one per example. `torch.func.vmap` over `jacrev` gives the same numbers and is the
+reference in the tests, but cannot map models that branch on their masks.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ..errors import UserError
 def jacobian(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], inputs: Mapping[str, Tensor], *, summed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(outputs [B, C], their Jacobian [B, C, P]), float32, P over `parameters` in their order, each flattened.
+    """Return the outputs [B, C] and their Jacobian [B, C, P], float32, P over `parameters` in order, each flattened.
 
-    summed: of the outputs' sum divided by √C instead, [B, 1, P]: the kernel of a network with a drawn head is nearly
-    the same for every output (Mohamadi et al. 2023, 2206.12543).
+    summed: differentiate the outputs' sum divided by √C instead, [B, 1, P]: the kernel of a network with a randomly
+    initialised head is nearly the same for every output (Mohamadi et al. 2023, 2206.12543).
 
     Raises:
-        UserError: a parameter that is no weight or bias of a linear layer, or a layer that is used twice in a pass.
+        UserError: a parameter is not a weight or bias of a linear layer, or a layer is used twice in a pass.
     """
     owners = _owners(model, parameters)
     seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
@@ -57,7 +57,7 @@ def jacobian(
 
 
 def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Module, str]]:
-    """The linear layer of every parameter, and which of its two it is."""
+    """Map each parameter name to its linear layer and to `weight` or `bias`."""
     places: dict[int, tuple[nn.Module, str]] = {}
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -71,7 +71,7 @@ def _owners(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[st
 def _flat(
     layer: nn.Module, leaf: str, seen: Mapping[nn.Module, tuple[Tensor, Tensor]], grads: Mapping[nn.Module, Any]
 ) -> Tensor:
-    """[B, numel] of one parameter."""
+    """Return the per-example gradient of one parameter, [B, numel]."""
     given, out = (tensor.flatten(1, -2) if tensor.ndim > 2 else tensor[:, None] for tensor in seen[layer])
     grad = grads[layer]
     grad = torch.zeros_like(out) if grad is None else grad.reshape(out.shape)

@@ -1,14 +1,14 @@
-"""The training loss: a float32 sum over supervised tokens, which the loop divides by the whole update's count.
+"""Training loss: a float32 sum over target tokens, which the loop divides by their count in the whole step.
 
-For language models the output head is the dearest matrix product and its logits [B·T, V] the largest tensor. Where the
-head is a plain frozen `nn.Linear` whose output is the model's, `linear_cross_entropy` makes both in slices and keeps
-only the gradient of the hidden states. The loss is then computed where the model calls its head, in the head's own
-forward, so that whatever gathers or frees its weights there (FSDP2) does so for the loss too. Whether it may is not
-guessed from the architecture: `find_head` watches one batch and demands the same bits, so soft-capped, scaled or
-wrapped logits take the model's own forward pass.
+For language models the output head is the most expensive matrix product and its logits [B·T, V] the largest tensor. If
+the head is a plain frozen `nn.Linear` whose output is the model's, `linear_cross_entropy` computes both in slices and
+keeps only the gradient of the hidden states. The loss is then computed where the model calls its head, in the head's
+own forward, so that anything that gathers or frees its weights there (FSDP2) does so for the loss too. This is not
+guessed from the architecture: `find_head` runs one batch and requires identical bits, so models with soft-capped,
+scaled or wrapped logits use their own forward pass.
 
-A loss of whole answers (`task.by_answer`) is no sum over tokens: it is made of log p of each row's answer, and of the
-backbone's own log p of it, which `with_reference` knows with the adapter off.
+A loss over whole answers (`task.by_answer`) is not a sum over tokens: it combines log p of each row's answer and the
+base model's log p of it, which `with_reference` computes with the adapter off.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 _PROBE = 64
-"""Tokens of the row that the head is watched on."""
+"""Tokens of the row that probes the head."""
 
 
 class Batch(Protocol):
-    """What a micro-batch must have (`flatshift.finetune.data.micro_batch.MicroBatch`)."""
+    """Required attributes of a micro-batch (`flatshift.finetune.data.micro_batch.MicroBatch`)."""
 
     @property
     def inputs(self) -> dict[str, Tensor]: ...
@@ -48,7 +48,7 @@ class Batch(Protocol):
 
 
 def _chosen(batch: Batch) -> Tensor | None:
-    """Which labels are supervised, where the host has said so
+    """Return the indices of the target tokens, if the host computed them
     (`flatshift.finetune.data.micro_batch.MicroBatch.chosen`)."""
     return getattr(batch, "chosen", None)
 
@@ -58,15 +58,15 @@ _Any = TypeVar("_Any")
 
 @dataclass(frozen=True)
 class Head:
-    """The plain frozen linear layer whose output is the model's logits."""
+    """Plain frozen linear layer whose output is the model's logits."""
 
     linear: nn.Linear
     kernel: Callable[..., Tensor] | None = None
-    """What makes the loss in training in place of `linear_cross_entropy` (`flatshift.finetune.compute.fused_loss`)."""
+    """Kernel for the training loss instead of `linear_cross_entropy` (`flatshift.finetune.compute.fused_loss`)."""
 
     @contextlib.contextmanager
     def computing(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Let the layer compute `forward(hidden [B, T, D])` instead; its hooks stay outside, as they were."""
+        """Make the layer compute `forward(hidden [B, T, D])` instead; its hooks still run around it."""
         attributes = vars(self.linear)
         before = attributes.get("forward")
         attributes["forward"] = forward
@@ -78,7 +78,7 @@ class Head:
                 attributes["forward"] = before
 
     def taken(self, function: Callable[[Tensor], _Any], run: Callable[[], Any]) -> _Any:
-        """What `function` makes of the last hidden states [B, T, D], while `run` calls the model without logits."""
+        """Return `function` of the last hidden states [B, T, D] while `run` calls the model without logits."""
         found: list[_Any] = []
 
         def watch(hidden: Tensor) -> Tensor:
@@ -92,13 +92,13 @@ class Head:
 
 
 def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | None = None) -> Tensor:
-    """The loss summed over supervised items, float32 scalar: cross entropy in nats, or as the task's `example_losses`.
+    """Return the loss summed over target items, float32 scalar: cross entropy in nats, or the task's `example_losses`.
 
     Args:
         logits: [B, T, V] (`task.causal`: position t predicts the label at t + 1; else the label at t) or [B, C]
             (`task.is_sequence_level`).
-        labels: [B, T] with -100 where unsupervised, or as the task takes them.
-        chosen: which of the B·T labels are supervised, where it is known.
+        labels: [B, T] with -100 where there is no target, or in the form the task expects.
+        chosen: indices of the targets among the B·T labels, if known.
     """
     if task.is_sequence_level:
         return task.example_losses(logits, labels).sum()
@@ -107,9 +107,9 @@ def loss_sum(logits: Tensor, labels: Tensor, *, task: Task, chosen: Tensor | Non
 
 
 def batch_loss(model: nn.Module, batch: Batch, *, task: Task, head: Head | None = None) -> Tensor:
-    """`loss_sum` of one micro-batch that lies on the model's device, by the sliced path if there is a `head`.
+    """Return `loss_sum` of one micro-batch on the model's device, by the sliced path if there is a `head`.
 
-    Of whole answers the sum over pairs or answers; where nobody computed the reference yet, it is computed here.
+    For whole answers, the sum over pairs or answers; the reference is computed here if it is missing.
     """
     if task.by_answer:
         known: MicroBatch = batch  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def _head_loss(hidden: Tensor, head: Head, batch: Batch, task: Task) -> Tensor:
 
 
 def answer_log_probs(model: nn.Module, batch: MicroBatch, *, task: Task, head: Head | None = None) -> Tensor:
-    """Σ log p of the supervised tokens of each row, (R,) float32."""
+    """Return Σ log p of the target tokens of each row, (R,) float32."""
     if head is None:
         with attention(batch.inputs), packed_attention.packed_batch(batch) as inputs:
             logits = model(**inputs).logits
@@ -183,15 +183,15 @@ def with_reference(
     precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     add: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> list[MicroBatch]:
-    """The micro-batches of an update, on the model's device, with `Sides.reference`, and `Sides.drift` if it is asked
-    for (`task.is_unpaired`).
+    """Return the micro-batches of a step, on the model's device, with the reference and, if the task needs it
+    (`task.is_unpaired`), the drift of their `PreferenceTargets`.
 
-    The reference is the backbone with its adapter off and without dropout. The drift is the mean over all mismatched
-    rows of log p less the backbone's, not below 0 (KTO, arXiv 2402.01306, §4.1), at the weights as they are.
+    The reference is the base model (adapter off, no dropout). The drift is the mean over all mismatched rows of log p
+    minus the base model's, clamped at 0 (KTO, arXiv 2402.01306, §4.1), at the current weights.
 
     Args:
-        precision: what surrounds each forward pass.
-        add: sums a tensor over the ranks that have other rows of the update.
+        precision: context of each forward pass.
+        add: sums a tensor over the ranks that have other rows of the step.
     """
 
     def log_probs(micro: MicroBatch) -> Tensor:
@@ -221,7 +221,7 @@ def with_reference(
 
 @contextlib.contextmanager
 def backbone_alone(model: nn.Module) -> Iterator[None]:
-    """Let every layer that PEFT wraps compute as if it had no adapter; which parameters train is not touched."""
+    """Make every layer that PEFT wraps compute without its adapter; trainability of parameters is unchanged."""
     wrapped: list[Any] = [module for module in model.modules() if hasattr(module, "_disable_adapters")]
     before = [module._disable_adapters for module in wrapped]
     for module in wrapped:
@@ -234,8 +234,11 @@ def backbone_alone(model: nn.Module) -> Iterator[None]:
 
 
 def head_probe(inputs: Mapping[str, Any], *, multiple: int = 1) -> dict[str, Any]:
-    """What `find_head` reads of model keyword arguments: the first tokens of the first row, 64 or the next `multiple`
-    that the mesh wants. A pipeline cuts before its first stage, for its last one receives hidden states."""
+    """Return the inputs for `find_head`: the first tokens of the first row, 64 or the next `multiple` that the mesh
+    requires.
+
+    A pipeline cuts them before its first stage, because its last one receives hidden states.
+    """
     rows = len(next(iter(inputs.values())))
     cut = -(-_PROBE // multiple) * multiple
     return {
@@ -245,12 +248,12 @@ def head_probe(inputs: Mapping[str, Any], *, multiple: int = 1) -> dict[str, Any
 
 
 def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | None:
-    """The plain head of `model`, or None where only the model's own forward pass gives its logits.
+    """Return the plain head of `model`, or None if only the model's own forward pass gives its logits.
 
-    Watches the head on a short row (`head_probe`), in evaluation mode without gradients: it must see one hidden state a
-    token (of the decoder, where there is one), compute nothing but W h + b, and its output must be the model's, bit for
-    bit; and a single number in its place must come out as it went in (BART adds a bias to the logits, zero until
-    someone trains it). Under FSDP2 every rank of the mesh calls this at once.
+    Runs a short row (`head_probe`) in evaluation mode without gradients. The head must receive one hidden state per
+    token (of the decoder, if there is one), compute nothing but W h + b, and its output must equal the model's bit for
+    bit; and a single number in its place must come out unchanged (BART adds a bias to the logits, which is zero until
+    trained). Under FSDP2 every rank of the mesh calls this together.
     """
     if task.is_sequence_level:
         return None
@@ -283,7 +286,7 @@ def find_head(model: nn.Module, probe: dict[str, Any], *, task: Task) -> Head | 
 
 @torch.no_grad()
 def _logits(model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Callable[[Tensor], Tensor]) -> Tensor:
-    """The model's logits in evaluation mode while its head computes `forward`."""
+    """Return the model's logits in evaluation mode with `forward` as its head."""
     training = model.training
     model.eval()
     try:
@@ -294,15 +297,15 @@ def _logits(model: nn.Module, inputs: dict[str, Tensor], head: Head, forward: Ca
 
 
 def _plain(linear: nn.Linear) -> bool:
-    """Whether the class is nn.Linear itself, the one that is kept narrow, or the one FSDP2 makes of it."""
+    """Return True for nn.Linear itself, our widened subclass, or FSDP2's subclass of nn.Linear."""
     kinds = type(linear).__mro__
     return kinds[0] in (nn.Linear, WidenedLinear) or (kinds[0].__name__ == "FSDPLinear" and nn.Linear in kinds[1:3])
 
 
 def supervised(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows of `values` [B, T, D] that predict a supervised token, [n, D], and these tokens [n].
+    """Return the rows of `values` [B, T, D] that predict a target token, [n, D], and these tokens [n].
 
-    chosen: their places among the B·T `labels`, ascending; without it the device is asked, and the host waits.
+    chosen: their indices among the B·T `labels`, ascending; without it the device is asked, and the host waits.
     """
     if chosen is None or labels.shape != values.shape[:2]:
         values, targets = aligned(values, labels, task)
@@ -313,10 +316,10 @@ def supervised(values: Tensor, labels: Tensor, task: Task, chosen: Tensor | None
 
 
 def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """Positions of `values` [B, T, ...] and the labels they predict: a decoder of Seq2Seq reads its own shifted, and a
-    masked token is predicted where it stood.
+    """Return the positions of `values` [B, T, ...] and the labels they predict.
 
-    Labels may be T + 1, where the last position's next token is known (context parallelism).
+    A Seq2Seq decoder reads shifted inputs and a masked token is predicted in place, so both need no shift. Labels may
+    be T + 1, if the last position's next token is known (context parallelism).
     """
     if task.causal:
         return values[:, : labels.shape[1] - 1], labels[:, 1:]
@@ -324,12 +327,12 @@ def aligned(values: Tensor, labels: Tensor, task: Task) -> tuple[Tensor, Tensor]
 
 
 def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    """Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, with W and b frozen.
+    """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, with W and b frozen.
 
     With `smoothing` ε a row's term is (1 − ε) of that plus ε times the mean of −log softmax over all V.
 
     Logits exist for one slice of rows at a time, in the forward pass only, where the gradient (softmax − onehot) W is
-    made as well: the backward pass is one scaling. Under autocast the products are in its precision.
+    computed as well: the backward pass is one scaling. Under autocast the products are in its precision.
     """
     device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
@@ -338,7 +341,7 @@ def linear_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor, *, 
 
 
 def linear_cross_entropies(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
-    """The terms of `linear_cross_entropy`, one for each row, float32 (n,)."""
+    """Return the terms of `linear_cross_entropy`, one per row, float32 (n,)."""
     device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -353,7 +356,7 @@ def _slices(
     gradient: Tensor | None,
     smoothing: float = 0.0,
 ) -> Iterator[Tensor]:
-    """−log p (rows, 1) of each slice of rows, smoothed, whose ∂/∂hidden is written into `gradient`, if there is one."""
+    """Yield −log p (rows, 1) of each slice of rows, smoothed; write ∂/∂hidden into `gradient` if given."""
     device = capabilities(hidden.device).autocast
     weight = weight.to(hidden.dtype)
     bias = None if bias is None else bias.to(hidden.dtype)
@@ -364,7 +367,7 @@ def _slices(
             logits = F.linear(part, weight, bias).float()
             peak = logits.amax(dim=1, keepdim=True)
             chosen = logits.gather(1, wanted)
-            if smoothing:  # log p(target) gives way to its mixture with the mean over the vocabulary
+            if smoothing:  # mix log p(target) with the mean over the vocabulary
                 chosen = (1 - smoothing) * chosen + smoothing * logits.mean(dim=1, keepdim=True)
             logits.sub_(peak).exp_()
             norm = logits.sum(dim=1, keepdim=True)
@@ -374,7 +377,7 @@ def _slices(
                 if smoothing:
                     logits.sub_(smoothing / logits.shape[1])
                 torch.mm(logits.to(weight.dtype), weight, out=gradient[start : start + rows])
-            del logits  # else it is there while the next ones are made
+            del logits  # free this slice before the next one is allocated
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

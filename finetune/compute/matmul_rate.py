@@ -1,8 +1,8 @@
-"""How fast this device multiplies matrices: the figures behind `train.precision: auto` and the MFU.
+"""Matrix-multiplication rates of this device, measured for `train.precision: auto` and for MFU.
 
-Two dtypes are compared on one thread by its own CPU time, which others on a busy machine do not change. Every figure
-is the best of a few short turns, and every measurement has a budget: a bf16 product on a CPU without bf16 instructions
-may take a hundred times that of float32.
+Two dtypes are compared on one thread by its own CPU time, which other processes on a busy machine do not change. Every
+rate is the best of a few short turns, and every measurement has a budget: a bf16 product on a CPU without bf16
+instructions may take a hundred times as long as one in float32.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from .numerics import cpu_threads
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PRODUCT = (256, 512, 512)
-"""Rows, inputs and outputs of the product by which two dtypes are compared."""
+"""Rows, inputs and outputs of the product that compares two dtypes."""
 _FEW = 32
-"""Rows of a product that even the slowest kernel ends in a few hundredths of a second."""
+"""Rows of a product that even the slowest kernel finishes in a few hundredths of a second."""
 _TURNS = 3
 
 
 @dataclass(frozen=True)
 class MatmulShape:
-    """Of a transformer block's feed-forward part in one micro-batch whose rows are half full."""
+    """Shape of a transformer block's feed-forward part for one micro-batch of half-full rows."""
 
     tokens: int
     width: int
@@ -43,7 +43,7 @@ class MatmulShape:
 
     @classmethod
     def of(cls, *, tokens: int, width: int, inner: int) -> MatmulShape:
-        """Rounded to powers of two and so small that a block ends in hundredths of a second."""
+        """Return the shape rounded to powers of two and small enough that a block takes hundredths of a second."""
 
         def near(value: int, low: int, high: int) -> int:
             return min(max(1 << (max(value, 1).bit_length() - 1), low), high)
@@ -53,20 +53,20 @@ class MatmulShape:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a CPU reaches in float32 and in bf16."""
+    """Rates of a CPU in float32 and in bf16."""
 
     fp32: float
     """FLOP/s of one product (n inputs to m outputs, NN as in every backward pass)."""
     bf16: float
     rows: int
-    """Rows of that product; fewer than `PRODUCT` has where bf16 is slow beyond doubt."""
+    """Rows of that product; fewer than in `PRODUCT` if bf16 is clearly slow."""
     block: float | None
     """Time of a LoRA block's forward and backward pass in float32 ÷ in bf16, the geometric mean of half-full and full
-    rows; None where the product has settled it."""
+    rows; None if the product alone decided."""
 
     @property
     def gain(self) -> float:
-        """How many times faster a training step is in bf16, as far as these figures tell."""
+        """Estimated speed-up of a training step in bf16 over float32."""
         return self.block if self.block is not None else self.bf16 / self.fp32
 
     def __str__(self) -> str:
@@ -79,13 +79,13 @@ class Rates:
 
 
 _WORTH = 0.8
-"""Ratio of product rates under which no block is timed: nothing else in a step is faster in bf16."""
+"""Ratio of product rates below which no block is timed: nothing else in a step is faster in bf16."""
 
 
 def cpu_rates(shape: MatmulShape) -> tuple[Rates, str | None]:
-    """The CPU's rates, measured once for a machine and kept in the cache.
+    """Return the CPU's rates, measured once per machine and cached.
 
-    Returns the rates, and what is wrong with the file that was kept, if anything is: the rates are new then.
+    The second value describes what is wrong with the cached file, if anything; the rates are then measured again.
     """
     about = _machine(shape)
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
@@ -114,7 +114,7 @@ def _read(path: Path, about: dict[str, object]) -> tuple[Rates | None, str | Non
 
 
 def _machine(shape: MatmulShape) -> dict[str, object]:
-    """All that a rate depends on."""
+    """Return everything that a rate depends on."""
     model, flags = processor()
     limits = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "DNNL_MAX_CPU_ISA")
     return {
@@ -128,7 +128,7 @@ def _machine(shape: MatmulShape) -> dict[str, object]:
 
 
 def measure_rates(shape: MatmulShape) -> Rates:
-    """Time both dtypes: a small product, the whole one unless bf16 is far behind, and a block unless it is behind."""
+    """Time both dtypes: a small product, the full one unless bf16 is far behind, and a block unless bf16 is behind."""
     with cpu_threads(1):
         return _on_one_thread(shape)
 
@@ -137,6 +137,7 @@ def _on_one_thread(shape: MatmulShape) -> Rates:
     _, n, m = PRODUCT
     rows = _FEW
     fp32, bf16 = (_rate(dtype, (_FEW, n, m)) for dtype in (torch.float32, torch.bfloat16))
+    # the full product only if bf16 can still win: it may take a hundred times as long
     if bf16 > fp32 / 4:
         rows = PRODUCT[0]
         fp32, bf16 = (_rate(dtype, PRODUCT) for dtype in (torch.float32, torch.bfloat16))
@@ -159,7 +160,8 @@ def _rate(dtype: torch.dtype, product: tuple[int, int, int]) -> float:
 def interleaved(
     calls: Sequence[Callable[[], object]], *, turns: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[float]:
-    """Shortest time of each call by `clock`, seconds: after one that is not counted, `turns` turns of all."""
+    """Return each call's shortest time by `clock` in seconds: one warm-up call each, then `turns` rounds over all
+    calls."""
     for call in calls:
         call()
     best = [float("inf")] * len(calls)
@@ -167,13 +169,16 @@ def interleaved(
         for i, call in enumerate(calls):
             started = clock()
             call()
+            # a coarse clock may read 0: callers divide by the result
             best[i] = min(best[i], max(clock() - started, 1e-9))
     return best
 
 
 def lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) -> Callable[[], None]:
-    """A forward and backward pass through a feed-forward block with LoRA on both of its frozen products, as a training
-    step computes it: under autocast in `dtype`, factors in float32, the gradient of the input wanted."""
+    """Return a function that runs forward and backward through a feed-forward block with LoRA on both frozen products.
+
+    As in a training step: under autocast in `dtype`, factors in float32, with the gradient of the input.
+    """
     tokens, d, inner = shape.tokens, shape.width, shape.inner
     x = torch.full((tokens, d), 0.5, requires_grad=True)
     up, down, norm = (torch.full(s, 0.01, dtype=dtype) for s in ((inner, d), (d, inner), (d,)))
@@ -194,11 +199,11 @@ def lora_block(shape: MatmulShape, dtype: torch.dtype, *, rank: int = 8) -> Call
 
 @functools.lru_cache(maxsize=8)
 def peak_rate(device: str, precision: str, width: int = 1024, *, seconds: float = 0.3) -> float:
-    """FLOP/s of one device in its best square matrix product of `precision`, up to `width` (on CUDA 8 × `width`).
+    """Return the FLOP/s of one device in its best square matrix product of `precision`, up to `width` (CUDA: 8 ×
+    `width`).
 
-    What a kernel of this machine reaches, not what its maker promises; on a CPU one thread's rate by its own CPU time,
-    times the threads in use. Small matrices are tried first and larger ones as long as that takes no more than about
-    `seconds` in all.
+    Measured on this machine, not the vendor's peak; on a CPU, one thread's rate by its own CPU time times the threads
+    in use. Sizes grow while the total stays within about `seconds`.
     """
     dtype, cuda = DTYPES[precision], device.startswith("cuda")
     clock = time.perf_counter if cuda else time.thread_time

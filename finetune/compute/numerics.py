@@ -1,4 +1,4 @@
-"""How a step is computed: casts, attention, randomness and threads. Nothing here knows of stages or files."""
+"""Casts, attention kernels, randomness and threads of a step. Independent of stages and files."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from ..config import Train
 from .capabilities import capabilities, kept_draws, seed_draws
 
 SHORT = 128
-"""Tokens of a row up to which a CPU attends by batched products in bf16, where oneDNN makes these."""
+"""Longest row in tokens for which a CPU uses batched products for bf16 attention, if oneDNN computes these."""
 
 
 @functools.cache
 def bf16_instructions() -> bool:
-    """Whether oneDNN multiplies bf16 matrices here: by instructions for them, or by AVX512 after widening. With AVX2
-    alone it leaves them to torch's fallback."""
+    """Return True if oneDNN multiplies bf16 matrices here, by bf16 instructions or by AVX512 after widening.
+
+    With AVX2 alone it falls back to torch's loop.
+    """
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextlib.contextmanager
 def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
-    """Under autocast PEFT casts each adapted layer's input up to float32, only for autocast to cast it down again.
+    """Disable PEFT's cast of each adapted layer's input to float32, which autocast would only cast down again.
 
-    Both are exact, so leaving them out changes no bit and saves the copies that would be kept for the backward pass.
+    Both casts are exact, so this changes no bit and saves the copies that would be kept for the backward pass.
     """
     if train.precision in ("auto", "fp32"):
         yield
@@ -41,15 +43,18 @@ def without_input_casts(model: nn.Module, train: Train) -> Iterator[None]:
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Whether a training forward pass draws random numbers: a dropout layer, or attention dropout in the config."""
+    """Return True if a training forward pass draws random numbers: a dropout layer, or attention dropout in the
+    config."""
     layers = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in model.modules())
     return layers or any(rate > 0 for _, _, rate in dropout_rates(getattr(model, "config", None)))
 
 
 def uncounted_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """The first module, with its name, that drops by a generator even inside of
-    `flatshift.finetune.compute.dropout.DropoutPass`: dropout of whole channels or by torch's own attention module, of
-    which transformers' text models have none."""
+    """Return the first module, with its name, whose dropout uses a generator even inside
+    `flatshift.finetune.compute.dropout.DropoutPass`.
+
+    These are channel-wise dropout and torch's own attention module; transformers' text models have neither.
+    """
     for name, module in model.named_modules():
         rate = getattr(module, "dropout" if isinstance(module, nn.MultiheadAttention) else "p", 0.0)
         drops = isinstance(module, nn.modules.dropout._DropoutNd | nn.MultiheadAttention) and rate > 0
@@ -59,7 +64,7 @@ def uncounted_dropout(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
-    """(configuration, key, rate) of every dropout that `config` or a configuration inside of it names."""
+    """Yield (configuration, key, rate) of every dropout in `config` or a configuration nested in it."""
     for key, value in (vars(config) if config is not None else {}).items():
         if hasattr(value, "to_diff_dict"):
             yield from dropout_rates(value)
@@ -68,12 +73,13 @@ def dropout_rates(config: Any) -> Iterator[tuple[Any, str, float]]:
 
 
 def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """The kernel of `scaled_dot_product_attention` for a training pass over `inputs`, model keyword arguments (B, T).
+    """Choose the `scaled_dot_product_attention` kernel for a training pass over `inputs`, model keyword arguments (B,
+    T).
 
     torch's flash attention for CPUs calls five small matrix products for every row and head in its backward pass. In
-    bf16 such a call costs more than the product itself where T is small: up to `SHORT` tokens batched products of
-    oneDNN take a sixth to two thirds of the time, for more memory (`benchmarks.short_rows`). Without AVX512 they take
-    twice as long instead (`benchmarks.any_machine`): there, and elsewhere, torch chooses.
+    bf16 such a call costs more than the product itself if T is small: up to `SHORT` tokens batched products of oneDNN
+    take a sixth to two thirds of the time, for more memory (`benchmarks.short_rows`). Without AVX512 they take twice as
+    long instead (`benchmarks.any_machine`): there, and elsewhere, torch chooses.
     """
     widths = [
         value.shape[1] for value in inputs.values() if value.ndim > 1 and capabilities(value.device).short_products
@@ -86,7 +92,7 @@ def attention(inputs: Mapping[str, Tensor]) -> contextlib.AbstractContextManager
 
 @contextlib.contextmanager
 def cpu_threads(count: int | None) -> Iterator[None]:
-    """`count` CPU threads inside, the former number afterwards; None changes nothing."""
+    """Use `count` CPU threads inside and restore the previous number on exit; None changes nothing."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -99,10 +105,12 @@ def cpu_threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deterministic(train: Train, device: torch.device) -> Iterator[None]:
-    """With `train.deterministic`, inside only algorithms that give the same bits again; torch raises for an operation
-    that has none. On CUDA attention is flash or by its definition: the backward passes of torch's other kernels add in
-    no fixed order. cuBLAS needs `CUBLAS_WORKSPACE_CONFIG` before its first product
-    (`flatshift.finetune.compute.allocator`)."""
+    """Allow only reproducible algorithms inside if `train.deterministic` is set; torch raises for an operation without
+    one.
+
+    On CUDA attention is flash or math: the backward passes of torch's other kernels add in no fixed order. cuBLAS needs
+    `CUBLAS_WORKSPACE_CONFIG` before its first product (`flatshift.finetune.compute.allocator`).
+    """
     if not train.deterministic:
         yield
         return
@@ -118,7 +126,7 @@ def deterministic(train: Train, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draws inside come from `seed`; the global generators are put back afterwards as they were."""
+    """Seed the random generators with `seed` inside and restore their state on exit."""
     with kept_draws([device]):
         seed_draws(seed, device)
         yield
@@ -126,7 +134,7 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode, and on exit back into the mode that each had."""
+    """Put every module into evaluation mode, and on exit back into its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -137,7 +145,7 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def forward_precision(device: torch.device | str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager:
-    """Autocast to `dtype` on the device; with None, the model's own precision."""
+    """Return autocast to `dtype` on the device; with None, a null context."""
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(capabilities(device).autocast, dtype=dtype)

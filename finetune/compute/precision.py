@@ -1,18 +1,18 @@
-"""In what a step computes: the values of `train.precision`, what each means to torch, and what `auto` takes.
+"""Precision of a step: the values of `train.precision`, their meaning in torch, and the choice of `auto`.
 
-    choice = choose(train, device, shape)        # fp32, bf16 or fp16, with its figures in a line
+    choice = choose(train, device, shape)        # fp32, bf16 or fp16, with its measurements in a line
     with autocast(train, device): ...
 
-On a CPU bf16 is between five times as fast as float32 (AMX) and a hundredth of it (AVX2, where torch multiplies
-element by element: pytorch#146508), and the instruction flags do not tell which: AVX512 without BF16 is slower, too,
-and even AVX512_BF16 loses to float32 where the products' inputs must be converted. So `auto` times both.
+On a CPU bf16 is between five times as fast as float32 (AMX) and a hundredth of it (AVX2, where torch multiplies element
+by element: pytorch#146508), and the instruction flags do not decide: AVX512 without BF16 is slower, too, and even
+AVX512_BF16 loses to float32 if the products' inputs must be converted. So `auto` times both.
 
-**Widened weights.** A frozen backbone kept in bf16 that computes in float32: half the memory, each weight widened when
-it is used.
+**Widened weights.** A frozen base model stored in bf16 that computes in float32: half the memory, each weight widened
+when it is used.
 
-For machines whose memory cannot hold the float32 weights and whose products are slow in bf16. A product's weight is
+For machines whose memory cannot hold the float32 weights and whose bf16 products are slow. A product's weight is
 widened for the product and dropped; the backward pass widens it again instead of keeping it. Widening is exact, so the
-step is that of a float32 backbone with these (rounded) weights, up to the order of sums.
+step equals that of a float32 base model with these (rounded) weights, up to the order of sums.
 """
 
 from __future__ import annotations
@@ -35,29 +35,31 @@ from .capabilities import capabilities
 from .matmul_rate import DTYPES, MatmulShape, Rates, cpu_rates
 
 GAIN = 1.2
-"""How much faster bf16 must be to be taken for float32: a product of `products.PRODUCT`, and the LoRA block."""
+"""Minimum speed-up of bf16 over float32 to choose it, in the product `matmul_rate.PRODUCT`."""
 _BLOCK_GAIN = 1.1
-"""The same of a whole block, in which the products' gain is diluted already."""
+"""Minimum speed-up of a whole LoRA block, in which the products' gain is already diluted."""
 _BF16_FROM, _FP16_FROM = (8, 0), (7, 0)
-"""CUDA compute capability from which on tensor cores multiply bf16 (Ampere) and fp16 (Volta)."""
+"""Lowest CUDA compute capability whose tensor cores multiply bf16 (Ampere) and fp16 (Volta)."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `train.precision` comes to on a device."""
+    """Resolved value of `train.precision` on a device."""
 
     precision: str
     why: str
-    """Its figures, for a person and for the resolved recipe."""
+    """Measurements behind it, for the user and for the resolved recipe."""
     note: str | None = None
-    """What the user should know besides: bf16 that he asked for and that is slow, a kept measurement that was bad."""
+    """Warning for the user: requested bf16 that is slow, or a damaged cached measurement."""
 
 
 def choose(train: Train, device: torch.device, shape: MatmulShape) -> Choice:
-    """Settle `train.precision` for `device`.
+    """Resolve `train.precision` for `device`.
 
-    shape: of a feed-forward block of the run, which a CPU is timed with.
-    Raises UserError for a precision that the device does not have.
+    shape: of a feed-forward block of the run, used to time a CPU.
+
+    Raises:
+        UserError: the device does not have the precision.
     """
     asked = train.precision
     if device.type == "cuda":
@@ -81,8 +83,10 @@ def choose(train: Train, device: torch.device, shape: MatmulShape) -> Choice:
 
 
 def block_shape(directory: Path | None, *, tokens: int = 256) -> MatmulShape:
-    """Of a transformer block of the backbone in `directory` in a micro-batch of so many tokens; middling where its
-    config.json does not tell, or is not to be had."""
+    """Return the feed-forward shape of the base model in `directory` for a micro-batch of that many tokens.
+
+    A medium size if its config.json is missing or does not specify it.
+    """
     width = inner = 512
     try:
         if directory is not None:
@@ -92,13 +96,13 @@ def block_shape(directory: Path | None, *, tokens: int = 256) -> MatmulShape:
             wide = next((config[key] for key in ("intermediate_size", "d_ff") if config.get(key)), 4 * width)
             inner = int(max(wide) if isinstance(wide, list) else wide)
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        pass  # whoever loads the backbone says what is wrong
+        pass  # loading the base model reports the error
     return MatmulShape.of(tokens=tokens, width=width, inner=inner)
 
 
 def loading_dtype(precision: Precision, directory: Path, device: str | torch.device, *, narrow: bool) -> torch.dtype:
-    """What the weights in `directory` are kept in: bf16 where they are kept `narrow`, else what `precision` computes
-    in, `auto` settled by `device`."""
+    """Return the dtype to store the weights of `directory` in: bf16 if `narrow`, else the compute dtype of `precision`,
+    with `auto` resolved for `device`."""
     if narrow:
         return torch.bfloat16
     if precision == "auto":
@@ -107,13 +111,13 @@ def loading_dtype(precision: Precision, directory: Path, device: str | torch.dev
 
 
 def faster(rates: Rates) -> str:
-    """`bf16` where both its product and a whole block are faster by enough, else `fp32`."""
+    """Return `bf16` if its product and a whole block are both faster by enough, else `fp32`."""
     enough = rates.bf16 >= GAIN * rates.fp32 and rates.block is not None and rates.block >= _BLOCK_GAIN
     return "bf16" if enough else "fp32"
 
 
 def cuda_choice(asked: str, name: str, capability: tuple[int, int]) -> Choice:
-    """`choose` for the CUDA device `name` of that compute capability."""
+    """Resolve the precision `asked` for the CUDA device `name` of that compute capability."""
     where = f"{name} (sm {capability[0]}.{capability[1]})"
     if asked == "bf16" and capability < _BF16_FROM:
         other = "fp16" if capability >= _FP16_FROM else "fp32"
@@ -129,13 +133,13 @@ def cuda_choice(asked: str, name: str, capability: tuple[int, int]) -> Choice:
     return Choice("fp32", f"{where} has neither bf16 nor fast fp16 products")
 
 
-# --------------------------------------------------------------------------------------------- what it means to torch
+# --------------------------------------------------------------------------------------------- dtypes for torch
 
 
 def read_precision(train: Train, model: nn.Module) -> Train:
-    """`train` with `precision: auto` read off what `model` keeps its frozen weights in: whoever loaded it has chosen.
+    """Resolve `precision: auto` of `train` from the dtype of the frozen weights of `model`.
 
-    Commands settle it before they load (`choose`); this is for stages that are trained from Python.
+    Commands resolve it before loading (`choose`); this is for stages that are trained from Python.
     """
     if train.precision != "auto":
         return train
@@ -147,25 +151,25 @@ def read_precision(train: Train, model: nn.Module) -> Train:
 
 
 def compute_dtype(train: Train) -> torch.dtype:
-    """The dtype of a step's products. `train.precision` must be settled."""
+    """Return the dtype of a step's products. `train.precision` must be resolved."""
     assert train.precision != "auto", "train.precision is settled before anything computes"
     return DTYPES[train.precision]
 
 
 def autocast_dtype(train: Train) -> torch.dtype | None:
-    """The dtype that autocast takes; None for float32, which needs none."""
+    """Return the dtype for autocast; None for float32, which needs none."""
     dtype = compute_dtype(train)
     return None if dtype == torch.float32 else dtype
 
 
 def adapter_dtype(train: Train) -> torch.dtype:
-    """The dtype that adapters are kept in: float32, unless asked otherwise."""
+    """Return the dtype that adapters are stored in: float32 unless set otherwise."""
     return DTYPES["fp32" if train.adapter_precision == "auto" else train.adapter_precision]
 
 
 @contextlib.contextmanager
 def float32_products(train: Train, device: torch.device) -> Iterator[None]:
-    """TF32 in float32 products on CUDA inside, where `train.tf32` asks for it; what was set before comes back."""
+    """Enable TF32 in float32 products on CUDA inside if `train.tf32` is set; restore the previous setting on exit."""
     if not (train.tf32 and device.type == "cuda"):
         yield
         return
@@ -178,16 +182,16 @@ def float32_products(train: Train, device: torch.device) -> Iterator[None]:
 
 
 def autocast(train: Train, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Autocast in the precision of `train`; float32 needs none."""
+    """Return autocast in the precision of `train`; a null context for float32."""
     dtype = autocast_dtype(train)
     return contextlib.nullcontext() if dtype is None else torch.autocast(capabilities(device).autocast, dtype=dtype)
 
 
-# ------------------------------------------------------------------------------ weights kept narrower than they compute
+# ------------------------------------------------------------------------- weights stored narrower than they compute
 
 
 class _Product(torch.autograd.Function):
-    """x (…, n) times the frozen weight (m, n), narrower than x, transposed: (…, m)."""
+    """x (…, n) times the transposed frozen weight (m, n), stored narrower than x: (…, m)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -201,7 +205,7 @@ class _Product(torch.autograd.Function):
 
 
 class WidenedLinear(nn.Linear):
-    """nn.Linear whose frozen weight is kept narrow; its bias is in the dtype of the product."""
+    """nn.Linear with a narrow frozen weight; its bias is in the dtype of the product."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = _Product.apply(input, self.weight)
@@ -209,7 +213,7 @@ class WidenedLinear(nn.Linear):
 
 
 class WidenedEmbedding(nn.Embedding):
-    """nn.Embedding whose frozen rows are kept narrow and come out in float32."""
+    """nn.Embedding with narrow frozen rows and float32 output."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input).float()
@@ -220,13 +224,13 @@ _WIDENED = {nn.Linear: WidenedLinear, nn.Embedding: WidenedEmbedding}
 
 @torch.no_grad()
 def widen_on_use(model: nn.Module, *, where: str) -> None:
-    """Let `model`, frozen and loaded in bf16, compute in float32 with the weights it has, in place.
+    """Make `model`, frozen and loaded in bf16, compute in float32 with its current weights, in place.
 
-    Weights of linear layers and embeddings stay in bf16; everything else (norms, biases, buffers) becomes float32.
-    PEFT wraps the layers like any others.
+    Weights of linear layers and embeddings stay in bf16; everything else (norms, biases, buffers) becomes float32. PEFT
+    wraps the layers like any others.
 
     Raises:
-        UserError: beginning with `where`: most of the weights are not of such layers.
+        UserError: starting with `where`, if most of the weights are not in such layers.
     """
     narrow: set[int] = set()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""What this process holds in host memory, by the kernel and by the C library."""
+"""Host memory of this process, as the kernel and the C library count it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 _PROOF = 1 << 25
-"""Bytes that the C library has to have noticed to be believed."""
+"""Bytes of a test allocation that the C library's counter must report to be trusted."""
 
 
 class _Malloc(ctypes.Structure):
@@ -25,7 +25,7 @@ class _Malloc(ctypes.Structure):
 
 @functools.cache
 def _mallinfo() -> Any:
-    """The function; None where the C library has none, or another allocator stands before it."""
+    """Return glibc's `mallinfo2`; None if the C library lacks it or another allocator replaces malloc."""
     try:
         found = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):
@@ -41,14 +41,17 @@ def _used(told: _Malloc) -> int:
 
 
 def handed_out() -> int | None:
-    """Bytes that the C library's allocator has given to this process and not got back; None where it does not say."""
+    """Return the bytes that the C library's allocator has in use; None if unknown."""
     found = _mallinfo()
     return None if found is None else _used(found())
 
 
 def process_bytes(field: str) -> int | None:
-    """Of this process by /proc/self/status: VmRSS all that is resident, RssAnon without mapped files, VmHWM the most
-    that was resident; None where the kernel does not say."""
+    """Return a field of /proc/self/status in bytes: VmRSS (resident), RssAnon (without mapped files), VmHWM (peak
+    resident).
+
+    None if the kernel does not report it.
+    """
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith(f"{field}:"):
@@ -57,10 +60,12 @@ def process_bytes(field: str) -> int | None:
 
 
 def peaks_during(work: Callable[[], object], *, every: float = 0.002) -> tuple[int | None, int | None]:
-    """The most that the process held while `work` ran: resident bytes by the kernel's own high-water mark, and bytes
-    that the C library had handed out, asked `every` so many seconds; None for what is not known here."""
+    """Run `work` and return its peak resident bytes (the kernel's high-water mark) and peak bytes in use by malloc.
+
+    malloc is polled every `every` seconds. None for a value that is unknown here.
+    """
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the mark falls to what is resident now
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM to the current resident size
     done, highest = threading.Event(), [handed_out()]
 
     def watch() -> None:

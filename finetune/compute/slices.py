@@ -1,18 +1,18 @@
-"""How many rows of logits are made at once; without torch, for the planner counts them too."""
+"""Rows of logits computed at once; without torch, because the planner uses it too."""
 
 from __future__ import annotations
 
 
 def slice_rows(vocabulary: int, device: str, width: int) -> int:
-    """Rows of one slice of logits (rows, `vocabulary`), on a device of this kind.
+    """Return the rows of one slice of logits (rows, `vocabulary`) on this kind of device.
 
-    width: bytes of a number in the products that make them.
+    width: bytes per number in the products that compute them.
 
-    A product of few rows streams the whole head through the processor for them: below 128 rows that is what it costs,
-    above 256 a CPU gains nothing, but its caches lose the slice where the vocabulary is small. So a CPU gets 256 rows,
-    fewer where these are above 2²⁴ logits, of narrow products above 2²² (which are so much faster that the passes over
-    a slice outside of the caches cost more than few rows), never below 128; more where they are below 2²⁰, which the
-    calls of a slice would cost. A GPU gets 2²⁷ logits (`benchmarks.any_machine`).
+    A product of few rows streams the whole head through the processor: below 128 rows that dominates; above 256 a CPU
+    gains nothing, and with a small vocabulary the slice falls out of its caches. So a CPU gets 256 rows, fewer if these
+    exceed 2²⁴ logits, or 2²² for narrow products (these are so fast that passes over an uncached slice cost more than
+    having few rows), but at least 128; more if 256 rows are below 2²⁰ logits, to amortise the calls per slice. A GPU
+    gets 2²⁷ logits (`benchmarks.any_machine`).
     """
     if device != "cpu":
         return max((1 << 27) // vocabulary, 128)

@@ -1,1 +1,2 @@
-"""From files to micro-batches: rows, encoding, columns, label noise, mixing, packing, the first-batch panel."""
+"""Data pipeline from files to micro-batches: rows, encoding, columns, label noise, mixing, packing, first-batch
+panel."""

@@ -1,12 +1,13 @@
-"""Micro-batches as a pure function of the optimizer step.
+"""Training batches as a pure function of the optimizer step.
 
-The samples of epoch e come in a permutation keyed by derive(seed, "order", e); epochs follow each other without a gap,
-so nothing is dropped and a batch may straddle two epochs. A mixture (`flatshift.finetune.data.mixture`) has such epochs
-for each of its sources. `Batches.at(step)` needs nothing but the step: resuming exactly is calling it with the next
-one.
+The examples of epoch e are shuffled by a permutation keyed by derive(seed, "order", e); epochs follow each other
+without a gap, so no example is dropped and a batch may span two epochs. A mixture (`flatshift.finetune.data.mixture`)
+has such epochs for each source. `TrainingDataLoader.at(step)` depends only on the step: to resume exactly, call it with
+the next step.
 
-`pack_order` decides which samples share a packed row, in which each has positions 0, 1, 2, …; that none sees another is
-measured on the model at hand (`flatshift.finetune.evaluate.packing_check.check_packing_isolation`).
+`pack_order` chooses the examples that share a packed row, in which each has positions 0, 1, 2, …;
+`flatshift.finetune.evaluate.packing_check.check_packing_isolation` verifies on the current model that they do not
+attend to each other.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ if TYPE_CHECKING:
 
 _OPEN_ROWS = 64
 _GROUPED = 50
-"""Micro-batches of a window whose rows are grouped by length."""
+"""Micro-batches per window within which rows are grouped by length."""
 
 
 def pack_order(lengths: Sequence[int], max_length: int) -> list[list[int]]:
-    """Rows of sample positions, best fit over a window of 64 open rows.
+    """Pack samples into rows by best fit over a window of 64 open rows.
 
-    Samples are taken in order; each goes to the open row that it fills best, else opens a new row; with 64 open the
-    fullest is closed. Rows come out as they are closed, so the order stays close to the samples' own.
+    Samples are taken in order; each goes to the open row that it fills best, or opens a new one; with 64 open rows the
+    fullest is closed. Rows are returned as they are closed, so the order stays close to that of the samples.
 
     Arguments:
         lengths: tokens of each sample, each ≤ `max_length`.
     Returns:
-        Every index of `lengths` exactly once, each row with at most `max_length` tokens.
+        Rows of sample indices: every index of `lengths` exactly once, each row with at most `max_length` tokens.
     """
     done: list[list[int]] = []
-    rows: dict[int, list[int]] = {}  # serial → samples; a dict keeps the order of opening
+    rows: dict[int, list[int]] = {}  # serial → samples, in the order in which rows were opened
     free: list[tuple[int, int]] = []  # (free tokens, serial) of the open rows, sorted
     serial = 0
     for sample, length in enumerate(lengths):
@@ -70,49 +71,49 @@ def pack_order(lengths: Sequence[int], max_length: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class RowRuns:
-    """A run of rows: row k holds `samples[starts[k] : starts[k + 1]]`."""
+    """Consecutive training rows: row k holds `samples[starts[k] : starts[k + 1]]`."""
 
     samples: np.ndarray
-    """Indices of examples, row after row, int64."""
+    """Example indices, row by row, int64."""
     epochs: np.ndarray
-    """How often each came round before, int64."""
+    """Epoch (0-based) in which each example is drawn, int64."""
     starts: np.ndarray
     """(rows + 1,) int64."""
 
     @classmethod
     def of(cls, samples: np.ndarray, epochs: np.ndarray) -> RowRuns:
-        """Rows of one sample each."""
+        """Return rows with one sample each."""
         return cls(samples, epochs, np.arange(len(samples) + 1))
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def packed(self, lengths: np.ndarray, max_length: int) -> RowRuns:
-        """These rows of one sample each, several put into one by `pack_order`; `lengths` are of all examples."""
+        """Pack these single-sample rows into rows of several samples by `pack_order`; `lengths` covers all examples."""
         packs = pack_order(lengths[self.samples].tolist(), max_length)
         turn = np.fromiter(chain.from_iterable(packs), dtype=np.int64, count=len(self.samples))
         return RowRuns(self.samples[turn], self.epochs[turn], np.cumsum([0, *map(len, packs)]))
 
     def grouped(self, lengths: np.ndarray, batch_size: int, rng: np.random.Generator) -> RowRuns:
-        """These rows of one sample each: the longest `batch_size` together, the next longest together, … and those
-        runs in an order drawn by `rng`. As many rows as a multiple of `batch_size`."""
+        """Group these single-sample rows by length: the longest `batch_size` together, then the next longest, …,
+        with the groups shuffled by `rng`. The number of rows must be a multiple of `batch_size`."""
         by_length = np.argsort(-lengths[self.samples].astype(np.int64), kind="stable").reshape(-1, batch_size)
         turn = by_length[rng.permutation(len(by_length))].ravel()
         return RowRuns.of(self.samples[turn], self.epochs[turn])
 
     def part(self, first: int, stop: int) -> RowRuns:
-        """Rows first ≤ k < stop."""
+        """Return rows first ≤ k < stop."""
         begin, end = int(self.starts[first]), int(self.starts[stop])
         return RowRuns(self.samples[begin:end], self.epochs[begin:end], self.starts[first : stop + 1] - begin)
 
     def split(self, values: np.ndarray) -> list[tuple[int, ...]]:
-        """`samples` or `epochs`, row by row."""
+        """Split `samples` or `epochs` by row."""
         flat, starts = values.tolist(), self.starts.tolist()
         return [tuple(flat[low:high]) for low, high in pairwise(starts)]
 
     @classmethod
     def joined(cls, parts: Sequence[RowRuns]) -> RowRuns:
-        """The rows of all parts, one behind another."""
+        """Concatenate the rows of all parts."""
         if not parts:
             return cls.of(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
         sizes = np.concatenate([np.diff(part.starts) for part in parts])
@@ -124,7 +125,7 @@ class RowRuns:
 
 
 class TrainingDataLoader:
-    """The endless, seeded stream of training micro-batches."""
+    """Endless, seeded stream of training micro-batches."""
 
     def __init__(
         self,
@@ -145,16 +146,16 @@ class TrainingDataLoader:
         """
         Arguments:
             batch_size: rows of a micro-batch over all data ranks; a packed row holds several samples.
-            accumulate: micro-batches of an optimizer step.
+            accumulate: micro-batches per optimizer step.
             max_length: tokens of a packed row; no example is longer.
-            share: (i, n): `at` makes the i-th of n equal runs of each micro-batch's rows, those of one data rank.
-            multiple: pad rows to a multiple of so many tokens.
-            mixture: sources that `examples` lie in one behind another; None: one, whose epochs follow each other.
-            group: `length`: rows of like length share a micro-batch.
-            masking: how the tokens of a row are hidden anew each time it comes up; for masked-lm.
+            share: (i, n): `at` returns the i-th of n equal parts of each micro-batch's rows, for one data rank.
+            multiple: pad rows to a multiple of this many tokens.
+            mixture: sources whose examples are concatenated in `examples`; None: a single source.
+            group: `length`: rows of similar length share a micro-batch.
+            masking: random masking of a row's tokens each time it is drawn; for masked-lm.
         Raises:
-            UserError: no examples, an example longer than `max_length` or without supervision, sizes below one, rows
-                that do not divide among the data ranks, a mixture of nothing, groups of packed rows.
+            UserError: no examples, an example longer than `max_length` or without target tokens, sizes below one, rows
+                that cannot be divided among the data ranks, an empty mixture, grouping of packed rows.
         """
         for flag, value in (("train.batch_size", batch_size), ("train.accumulate", accumulate)):
             if value < 1:
@@ -191,29 +192,29 @@ class TrainingDataLoader:
         assert mixture is None or sum(mixture.sizes) == len(examples)
         self.samples: Epochs | Mixed
         self.samples = Epochs(len(self), seed) if mixture is None else Mixed(mixture, seed, self._collator.work)
-        """The stream of samples that rows are made of."""
+        """Stream of samples from which rows are built."""
         self._window = 0
         if group is not None:
             self._window = batch_size * max(1, min(_GROUPED, int(self.samples.around) // batch_size))
         self._rounds: dict[int, RowRuns] = {}
-        self._starts = [0]  # packed rows before round e
+        self._starts = [0]  # number of packed rows before epoch e
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return len(self._collator.lengths)
 
     def epoch(self, e: int) -> list[tuple[int, ...]]:
-        """The rows of epoch e, each the indices of its examples; of a mixture, of as many samples as there are
+        """Return the rows of epoch e as example indices; for a mixture, an epoch is as many samples as there are
         examples."""
         return self._round(e).split(self._round(e).samples)
 
     def rows_at(self, step: int) -> list[list[tuple[int, ...]]]:
-        """Example indices by micro-batch and row, for the 0-based optimizer step."""
+        """Return example indices by micro-batch and row, for the 0-based optimizer step."""
         rows = self._step(step)
         return self._micros(rows.split(rows.samples))
 
     def epochs_at(self, step: int) -> list[list[tuple[int, ...]]]:
-        """As `rows_at`: how often each example (its source, in a mixture) came round before."""
+        """Return, in the layout of `rows_at`, the 0-based epoch of each example (in a mixture: of its source)."""
         rows = self._step(step)
         return self._micros(rows.split(rows.epochs))
 
@@ -225,7 +226,7 @@ class TrainingDataLoader:
         return self._rows(first, first + self.accumulate * self.batch_size)
 
     def at(self, step: int) -> list[MicroBatch]:
-        """This rank's rows of the micro-batches of the 0-based optimizer step; the same whatever was asked before."""
+        """Return this rank's part of the micro-batches of the 0-based optimizer step, independent of earlier calls."""
         rows = self._step(step)
         if self._by_answer:
             return self._answered(rows.samples.tolist())
@@ -235,7 +236,8 @@ class TrainingDataLoader:
         ]
 
     def _answered(self, samples: list[int]) -> list[MicroBatch]:
-        """The next example of the update lends each its answers, so that no mesh and no micro-batch says which."""
+        """Collate answers; each example's mismatched answers are those of the next example of the step, independent
+        of mesh and micro-batches."""
         pairs = list(zip(samples, [*samples[1:], samples[0]], strict=True))
         runs = [pairs[first : first + self.batch_size][self._mine] for first in range(0, len(pairs), self.batch_size)]
         return [
@@ -250,8 +252,8 @@ class TrainingDataLoader:
         return slice(self.share[0] * each, (self.share[0] + 1) * each)
 
     def _drawn(self, step: RowRuns, number: int, mine: slice) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """What each row of `mine` of the step's micro-batch `number` reads and its labels, hidden anew; by the example
-        and how often it came round before."""
+        """Return masked ids and labels of the rows `mine` of the step's micro-batch `number`, drawn by example and
+        epoch; None without masking."""
         if self._masking is None:
             return None
         places = range(number * self.batch_size, (number + 1) * self.batch_size)[mine]
@@ -262,7 +264,7 @@ class TrainingDataLoader:
         return drawn
 
     def supervised(self, step: int) -> int:
-        """Supervised tokens (examples for classification) of the whole step: the divisor of its loss."""
+        """Return the target tokens (examples for classification) of the whole step: the denominator of its loss."""
         if self._masking is not None:
             rows = self._step(step)
             drawn = [self._drawn(rows, number, slice(None)) or [] for number in range(self.accumulate)]
@@ -270,17 +272,18 @@ class TrainingDataLoader:
         return int(sum(self._collator.counts[i] for micro in self.rows_at(step) for row in micro for i in row))
 
     def epochs(self, steps: int) -> float:
-        """How often `steps` updates go through the examples."""
+        """Return the number of epochs that `steps` optimizer steps cover."""
         return self.drawn(steps) / len(self)
 
     def drawn(self, steps: int) -> int:
-        """Samples of the first `steps` updates; of packed rows an estimate from the first epoch."""
+        """Return the number of samples in the first `steps` optimizer steps; for packed rows an estimate from the
+        first epoch."""
         rows = steps * self.accumulate * self.batch_size
         return rows if not self.packed else round(rows * len(self) / len(self._round(0)))
 
     def labels(self, steps: int) -> int:
-        """Supervised tokens (examples for classification) that the first `steps` updates take, each counted once
-        however often it comes round; where an epoch does not end an estimate."""
+        """Return the distinct target tokens (examples for classification) of the first `steps` optimizer steps; an
+        estimate if an epoch is incomplete."""
         drawn = self.drawn(steps)
         mixed = isinstance(self.samples, Mixed)
         sizes = self._mixed.mixture.sizes if mixed else (len(self),)
@@ -289,13 +292,12 @@ class TrainingDataLoader:
         return round(sum(h * min(1.0, n / size) for h, n, size in zip(held, counts, sizes, strict=True)))
 
     def repeats_source(self, steps: int, source: int) -> bool:
-        """Whether `steps` updates take an example of a mixture's source a second time."""
+        """Return True if the first `steps` optimizer steps draw an example of a mixture's source a second time."""
         rows = steps * self.accumulate * self.batch_size
         size = self._mixed.mixture.sizes[source]
         if not self.packed:
-            whole = (
-                rows // self._window * self._window if self._window else rows
-            )  # within a window the order is its own
+            # Within a window rows are reordered by length, so the last, incomplete one is checked row by row.
+            whole = rows // self._window * self._window if self._window else rows
             return bool(self.samples.counts(whole)[source] > size) or self._again(self._rows(whole, rows), source)
         for e in count():
             made = self._round(e)
@@ -339,7 +341,7 @@ class TrainingDataLoader:
         return real, computed
 
     def _round(self, e: int) -> RowRuns:
-        """The rows of the e-th `len(self)` samples."""
+        """Return the rows of the e-th `len(self)` samples; the last two results are cached."""
         if e not in self._rounds:
             made = RowRuns.of(*self.samples.draw(e * len(self), (e + 1) * len(self)))
             if self.packed:
@@ -349,7 +351,7 @@ class TrainingDataLoader:
         return self._rounds[e]
 
     def _rows(self, first: int, stop: int) -> RowRuns:
-        """Rows first ≤ k < stop of the endless stream."""
+        """Return rows first ≤ k < stop of the endless stream."""
         if self.packed:
             return self._packed(first, stop)
         if not self._window:

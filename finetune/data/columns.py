@@ -1,12 +1,12 @@
-"""Encoded examples as columns: a sequence of `Example`s that are made when they are asked for.
+"""Encoded examples stored in columns: a sequence that builds an `Example` on access.
 
     writer = ExampleWriter(paths, folder)      # folder None: in memory
     writer.add(encode(chunk, ...).examples)
     examples = writer.close()                  # examples[7] is an Example, examples[:100] a view
 
-A token costs 4 bytes for each thing that is known of it, a row some 40 and its id; labels are one number a token, or
-one a row, or one byte for each class of a row. In a folder each column is a plain `.npy` file that is mapped into
-memory, so the page cache holds tokens and the process none; `open_examples` reads it again.
+Each token takes 4 bytes per token column, each row about 40 bytes and its id; labels take one number per token, one per
+row, or one byte per class of a row. In a folder each column is a plain memory-mapped `.npy` file, so tokens are in the
+page cache and not in the process; `open_examples` opens it again.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _SUFFIX = ".npy"
 
 
 class ExampleWriter:
-    """Takes examples in runs and gives them back as one `Examples`."""
+    """Writer that appends examples in chunks and returns one `Examples`."""
 
     def __init__(self, paths: Sequence[str], folder: Path | None = None) -> None:
         """
         Arguments:
-            paths: files that the examples come from, as their `where` names them.
+            paths: files that the examples come from, as named in their `where`.
             folder: directory to write the columns into; None keeps them in memory.
         """
         unknown = {field.name for field in dataclasses.fields(Example)} - _KNOWN
@@ -53,8 +53,8 @@ class ExampleWriter:
         self._units: dict[Units, int] = {}
 
     def add(self, examples: Sequence[Example]) -> None:
-        """Append `examples`; all their labels are lists of whole numbers, or classes, or targets, or 0 and 1 of every
-        class."""
+        """Append `examples`. Their labels must all be of one form: lists of integers, classes, targets, or 0 and 1
+        per class."""
         if not examples:
             return
         whole = self._put_whole_labels([example.labels for example in examples])
@@ -76,7 +76,7 @@ class ExampleWriter:
         self.rows += len(examples)
 
     def close(self) -> Examples:
-        """The examples; in a folder, all files are there."""
+        """Return the examples; in a folder, all files are then complete."""
         return Examples(_Table({name: sink.close() for name, sink in self._sinks.items()}, self.rows, self._paths))
 
     def _sink(self, name: str, dtype: Any) -> _Sink:
@@ -88,12 +88,13 @@ class ExampleWriter:
     def _put(self, name: str, values: np.ndarray, absent: int = _NONE) -> None:
         fresh = name not in self._sinks
         sink = self._sink(name, values.dtype)
-        if fresh and self.rows:  # no row before had any
+        if fresh and self.rows:  # the column was absent so far: fill earlier rows
             sink.add(np.full(self.rows, absent, dtype=values.dtype))
         sink.add(values)
 
     def _put_lengths(self, name: str, values: Sequence[Any]) -> int:
-        """Note how long each value is, −1 for None; the sum. Nothing while all that came so far are None."""
+        """Store the length of each value, −1 for None, and return their sum. Nothing is stored while all values so
+        far are None."""
         lengths = np.array([-1 if value is None else len(value) for value in values], dtype=np.int32)
         if f"{name}.length" in self._sinks or (lengths >= 0).any():
             self._put(f"{name}.length", lengths, absent=-1)
@@ -113,14 +114,15 @@ class ExampleWriter:
             self._sink(name, np.uint8).add(np.frombuffer(joined, dtype=np.uint8))
 
     def _put_places(self, places: Sequence[str]) -> None:
-        """The file's number and what follows its name; −1 and all of it where no file of ours is named."""
+        """Store each place as the file's number and the text after its name; −1 and the whole text if the file is
+        not in `paths`."""
         files = [self._file.get(place.rpartition(":")[0], -1) for place in places]
         self._put("file", np.array(files, dtype=np.int32))
         told = zip(files, places, strict=True)
         self._put_texts("where", [place if file < 0 else place[len(self._paths[file]) :] for file, place in told])
 
     def _put_whole_labels(self, labels: Sequence[Any]) -> bool:
-        """Whether these are labels of whole rows; then they are noted."""
+        """Store labels that belong to whole rows; return False if they are lists of token labels."""
         if isinstance(labels[0], list):
             return False
         if isinstance(labels[0], tuple):
@@ -132,7 +134,7 @@ class ExampleWriter:
         return True
 
     def _put_units(self, given: Sequence[Units | None]) -> None:
-        """Rows point into a table of distinct units, which is a text each."""
+        """Store units as indices into a table of distinct units, each serialised as JSON."""
         if "units" not in self._sinks and all(units is None for units in given):
             return
         for units in given:
@@ -145,7 +147,8 @@ class ExampleWriter:
         self._put("units", np.array(numbers, dtype=np.int32), absent=-1)
 
     def _put_features(self, given: Sequence[Any]) -> None:
-        """Vectors end to end, and once how many a row has; either all rows have as many, or none has any."""
+        """Store vectors concatenated, and once the number per row; either all rows have the same number, or none has
+        any."""
         if given[0] is None:
             assert "features" not in self._sinks and all(vectors is None for vectors in given)
             return
@@ -154,7 +157,7 @@ class ExampleWriter:
         self._sink("features", np.float32).add(np.array(given, dtype=np.float32).ravel())
 
     def _put_choices(self, given: Sequence[tuple[tuple[int, ...], ...] | None]) -> None:
-        """Rows point into a table of distinct sets of choices, which has one row a choice."""
+        """Store choices as indices into a table of distinct sets, with one row per choice."""
         if "choices" not in self._sinks and all(choices is None for choices in given):
             return
         numbers = []
@@ -174,21 +177,21 @@ def _supervised(labels: Any) -> int:
 
 
 def open_examples(folder: Path, rows: int, paths: Sequence[str]) -> Examples:
-    """Map what an `ExampleWriter` left in `folder`; `paths` name the files now."""
+    """Map the columns that an `ExampleWriter` wrote to `folder`; `paths` are the current file names."""
     columns = {path.name.removesuffix(_SUFFIX): _mapped(path) for path in folder.glob(f"*{_SUFFIX}")}
     return Examples(_Table(columns, rows, list(paths)))
 
 
 def _mapped(path: Path) -> np.ndarray:
     try:
-        # As a plain array over the same pages: a slice of np.memmap costs several times as much.
+        # A plain array over the same pages, because slicing an np.memmap is several times slower.
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except ValueError:  # an empty file cannot be mapped
         return np.load(path, allow_pickle=False)
 
 
 class _Sink:
-    """A one-dimensional array that grows, in memory or in an .npy file."""
+    """One-dimensional array that grows, in memory or in an .npy file."""
 
     def __init__(self, dtype: np.dtype, path: Path | None) -> None:
         self._dtype, self._path, self._rows = dtype, path, 0
@@ -207,7 +210,7 @@ class _Sink:
         if self._handle is None or self._path is None:
             return np.concatenate(self._parts) if self._parts else np.empty(0, self._dtype)
         self._handle.seek(0)
-        self._header()  # as long as the first: NumPy leaves room for the shape to grow
+        self._header()  # same length as the first header: NumPy reserves room for the shape to grow
         self._handle.close()
         return _mapped(self._path)
 
@@ -218,25 +221,25 @@ class _Sink:
 
 
 class _Ragged:
-    """Lists of differing length, end to end."""
+    """Lists of different lengths, concatenated."""
 
     def __init__(self, flat: np.ndarray, lengths: np.ndarray) -> None:
         self.flat, self.lengths = flat, lengths
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Where each list begins, (N,) int64."""
+        """Start index of each list, (N,) int64."""
         ends = np.cumsum(np.maximum(self.lengths, 0), dtype=np.int64)
         return ends - np.maximum(self.lengths, 0)
 
     def of(self, i: int) -> np.ndarray | None:
-        """List i; None where there is none."""
+        """Return list i; None if it is missing."""
         length = int(self.lengths[i])
         return None if length < 0 else self.flat[int(self.starts[i]) : int(self.starts[i]) + length]
 
 
 class _Table:
-    """The columns of all rows."""
+    """Columns of all rows."""
 
     def __init__(self, columns: dict[str, np.ndarray], rows: int, paths: list[str]) -> None:
         self.columns, self.rows, self.paths = columns, rows, paths
@@ -268,7 +271,7 @@ class _Table:
 
     @cached_property
     def units(self) -> list[Units]:
-        """The distinct units that `units` points into."""
+        """Distinct units, indexed by column `units`."""
         if "unit" not in self.columns:
             return []
         texts = _Ragged(self.columns["unit"], self.columns["unit.length"])
@@ -332,7 +335,7 @@ class _Table:
 
 
 class Examples(Sequence[Example]):
-    """Examples of a table: all, or some of them."""
+    """Examples of a table, or a subset of them."""
 
     def __init__(self, table: _Table, index: np.ndarray | None = None) -> None:
         self._table = table
@@ -340,7 +343,7 @@ class Examples(Sequence[Example]):
 
     @classmethod
     def of(cls, examples: Sequence[Example]) -> Examples:
-        """These examples as columns in memory."""
+        """Return these examples as columns in memory."""
         if isinstance(examples, Examples):
             return examples
         paths = list(dict.fromkeys(example.where.rpartition(":")[0] for example in examples))
@@ -375,36 +378,37 @@ class Examples(Sequence[Example]):
     __hash__ = None  # type: ignore[assignment]
 
     def take(self, rows: np.ndarray | Sequence[int]) -> Examples:
-        """The examples with these numbers, in this order; nothing is copied."""
+        """Return the examples with these numbers, in this order, without copying."""
         rows = np.asarray(rows, dtype=np.int64)
         return Examples(self._table, rows if self._index is None else self._index[rows])
 
     def column(self, name: str) -> np.ndarray | None:
-        """`class`, `target`, `units`, `desirable` or `supervised` (labels that count, of each example), (N,), or
-        `classes`, (N, C) of 0 and 1; None if there is no such column."""
+        """Return a column that has one value per example: `class`, `target`, `units`, `desirable` or the number of
+        target labels, (N,), or `classes`, (N, C) of 0 and 1; None if there is no such column."""
         values = self._table.columns.get(name)
         return values if values is None or self._index is None else values[self._index]
 
     def seen_targets(self) -> np.ndarray | None:
-        """(N,) float64 targets as training sees them (`flatshift.finetune.data.labels.Units.seen`); None if there are
-        none."""
+        """Return targets in training units (`flatshift.finetune.data.labels.Units.seen`), (N,) float64; None if
+        there are none."""
         targets, numbers = self.column("target"), self.column("units")
         if targets is None or numbers is None:
             return targets
-        units = [*self._table.units, Units(0.0)]  # the last for rows without
+        units = [*self._table.units, Units(0.0)]  # index −1, rows without units, is the last
         offset, scale = (np.array([getattr(one, name) for one in units])[numbers] for name in ("offset", "scale"))
         return (targets - offset) / scale
 
     def features(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Vectors of all rows of the table (R, K, d) float32, and the row of each example (N,); None if there are
-        none."""
+        """Return the vectors of all rows of the table (R, K, d) float32, and each example's row in it (N,); None if
+        there are none."""
         values = self._table.columns.get("features")
         if values is None:
             return None
         return values, np.arange(self._table.rows) if self._index is None else self._index
 
     def ragged(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Of a list per example: all lists end to end, and where each begins and how long it is, (N,)."""
+        """Return a list column as all lists concatenated, and start and length of each, (N,); None if there is no
+        such column."""
         found = self._table.ragged.get(name)
         if found is None or not self._table.rows:
             return None

@@ -1,13 +1,12 @@
-"""Rows to token ids and labels: what the model reads, and what it is judged on.
+"""Encoding of rows into token ids and labels.
 
-What is particular to a kind is its task's (`flatshift.finetune.tasks`, `encode`); here is what they share. With
-`truncation: left` texts and prompts lose their left end instead of their right; what is supervised as an answer never
-does.
+Each task encodes its own rows (`flatshift.finetune.tasks`, `encode`); this module has the shared parts. With
+`truncation: left`, texts and prompts are truncated from the left; answers always from the right.
 
-`prefix` is what the tokenizer puts in front, else its beginning-of-sequence token, else nothing. The first token of a
-causal sample is never supervised, because nothing precedes it; so the supervised tokens of a sample are the labels
-≠ −100.
-Special tokens written out in the text are read as special tokens, as the tokenizer does.
+`prefix` is the special tokens that the tokenizer puts in front, else its beginning-of-sequence token, else nothing. The
+first token of a causal example is never a target, because nothing precedes it; the target tokens of an example are its
+labels ≠ −100.
+Special tokens written out in the text are parsed as special tokens, as the tokenizer does.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 _CHUNK = 1024
 _CHARACTERS = 1 << 14
-"""Of a long text, that are tokenised at least."""
+"""Minimum number of characters of a long text that are tokenised."""
 _Each = TypeVar("_Each")
 
 
@@ -54,21 +53,23 @@ def encode(
     units: Units | None = None,
     features: Projector | None = None,
 ) -> Encoded:
-    """Encode `rows` for `task` in rows of at most `max_length` tokens.
+    """Encode `rows` for `task` into rows of at most `max_length` tokens.
 
     Arguments:
-        label_names: classes in head order; else the task's, else the sorted labels of these rows. Needed (and found)
-            for classification and for completions that are ranked.
-        bad_rows: refuse, or skip and count, rows that have nothing to supervise, a `text2` that is no text, or a column
-            that a template cannot show.
-        decoder_start: the token that a decoder begins with (`Backbone.decoder_start`); for seq2seq.
-        truncation: the end that a longer text or prompt loses; None: a completion's prompt its left, others the right.
-        overlong: longer samples are truncated (None), left out, refused, or of documents read in pieces.
-        units: how training is to see the targets of a regression; None: as they are.
-        features: which vectors each row brings along, for language-model and completion; a row without them is bad.
+        label_names: classes in head order; else the task's, else the sorted labels of these rows. Required (and found)
+            for classification and for ranked completions.
+        bad_rows: refuse, or skip and count, rows without target tokens, with a `text2` that is not text, or without a
+            column that a template needs.
+        decoder_start: first token of the decoder (`Backbone.decoder_start`); for seq2seq.
+        truncation: side from which a text or prompt that is too long is truncated; None: left for a completion's
+            prompt, right otherwise.
+        overlong: examples that are too long are truncated (None), dropped, refused, or split into pieces (only for
+            language-model and masked-lm).
+        units: standardisation of the targets of a regression; None: unchanged.
+        features: vectors that each row must provide, for language-model and completion; a row without them is bad.
     Raises:
-        UserError: a label outside the classes, a column that a template needs, a row with nothing to supervise (unless
-            skipped), a `max_length` that leaves no room, a longer sample (if refused).
+        UserError: a label outside the classes, a missing column of a template, a row without target tokens (unless
+            skipped), a `max_length` without room for content, an example that is too long (if refused).
     """
     encoder = task.encoder(
         tokenizer,
@@ -86,29 +87,29 @@ def encode(
 
 
 _SHARE = 0.1
-"""Of samples that may be left out or lose some of their answer, unless the recipe says otherwise."""
+"""Default maximum share of examples that may be dropped or have a truncated answer."""
 _CUT_SHARE = 0.5
-"""Of samples that may be cut at all."""
+"""Default maximum share of examples that may be truncated at all."""
 
 
 def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-# --------------------------------------------------------------------------------------------- what is cut or left out
+# ------------------------------------------------------------------------------------------- truncated and dropped rows
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """What a sample lost to fit; false for nothing."""
+    """Tokens that an example lost to fit; false if none."""
 
     needs: int
-    """Tokens that it would have whole."""
+    """Tokens of the example without truncation."""
     something: bool
     answer: bool = False
-    """Some of what is supervised as an answer; perhaps also of its prompt."""
+    """True if tokens of the answer are lost, perhaps also of the prompt."""
     prompt: bool = False
-    """Its whole prompt."""
+    """True if the whole prompt is lost."""
 
     def __bool__(self) -> bool:
         return self.something
@@ -116,7 +117,7 @@ class Truncation:
 
 @dataclass
 class DroppedRows:
-    """Which rows get no example, and which are cut."""
+    """Counts of rows that are skipped, dropped or truncated."""
 
     bad_rows: str
     overlong: str | None
@@ -127,14 +128,15 @@ class DroppedRows:
     cut_answers: int = 0
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
-    """Of those that are cut or left out, the tokens that each would have whole."""
+    """Counts of truncated and dropped examples by their number of tokens without truncation."""
     at_least: int | None = None
-    """From where on these are least numbers (`Encoder.within`); None: all are exact."""
+    """Smallest of these lengths that is only a lower bound (`RowEncoder.within`); larger ones are too. None: all are
+    exact."""
     split: int = 0
     pieces: int = 0
 
     def encoded(self, examples: list[Example], names: tuple[str, ...] | None = None) -> Encoded:
-        """These examples with what was lost on the way to them."""
+        """Return these examples with the counts."""
         return Encoded(
             examples,
             self.truncated,
@@ -150,15 +152,15 @@ class DroppedRows:
         )
 
     def bad(self, row: Row, reason: str) -> None:
-        """Refuse or skip a row with nothing to supervise."""
+        """Refuse or skip a bad row, by `bad_rows`."""
         if self.bad_rows == "refuse":
             raise UserError(f"{row.where}: {reason}; leave the row out, or set data.bad_rows: skip")
         self.skipped.append(f"{row.where}: {reason}")
 
     def long(self, row: Row, cut: Truncation) -> bool:
-        """Count a sample that is longer than allowed; whether it is left out.
+        """Count an example that is too long; return True if it is dropped.
 
-        cut: what it loses if it is not.
+        cut: what it loses if it is truncated instead.
         """
         if self.overlong == "refuse":
             raise UserError(
@@ -177,10 +179,10 @@ class DroppedRows:
 
 @dataclass
 class TruncationCounts:
-    """What the samples of one split or source have lost for their length. A chat's answers its encoder counts."""
+    """Truncation statistics of one split or source. Truncated answers of chats are counted by their encoder."""
 
     called: str
-    """How messages call these rows, as `train` or `train (SOURCE)`."""
+    """Name of these rows in messages, such as `train` or `train (SOURCE)`."""
     samples: int = 0
     dropped: int = 0
     truncated: int = 0
@@ -188,12 +190,12 @@ class TruncationCounts:
     lost_prompts: int = 0
     lengths: Counter[int] = field(default_factory=Counter)
     at_least: int | None = None
-    """As of `DroppedRows`."""
+    """See `DroppedRows.at_least`."""
     split: int = 0
     pieces: int = 0
 
     def add(self, encoded: Encoded) -> None:
-        """Count a chunk."""
+        """Add the counts of a chunk."""
         self.samples += len(encoded.examples) - encoded.pieces + encoded.split + encoded.dropped
         self.split += encoded.split
         self.pieces += encoded.pieces
@@ -223,7 +225,7 @@ class TruncationCounts:
                 )
 
     def notes(self, train: Train) -> Iterator[str]:
-        """What there is to know before the first step, a sentence each."""
+        """Yield notes to print before the first step, one sentence each."""
         if self.split:
             yield (
                 f"{self.called}: {self.split:,} of {self.samples:,} documents are longer than train.max_length = "
@@ -233,7 +235,7 @@ class TruncationCounts:
             return
         parts = [f"{self.cut_answers:,} of them in their answer"] if self.cut_answers else []
         parts += [f"{self.lost_prompts:,} to no prompt at all"] if self.lost_prompts else []
-        share = 100 * self.truncated / max(self.samples, 1)  # a chat's samples may all be left out
+        share = 100 * self.truncated / max(self.samples, 1)  # all examples of a chat may have been dropped
         percent = f"{share:.0f}" if share >= 1 else f"{share:.1g}"
         yield (
             f"{self.called}: {self.truncated:,} of {self.samples:,} samples ({percent} %) are "
@@ -242,7 +244,7 @@ class TruncationCounts:
         )
 
     def _remedy(self) -> str:
-        """The length that would do: for 99 of 100 samples, or for all where those are whole already."""
+        """Suggest a `max_length`: one that fits 99 of 100 examples, or all of them if that many fit already."""
         missing = -(-99 * self.samples // 100) - (self.samples - self.lengths.total())
         for length, count in sorted(self.lengths.items()):
             missing -= count
@@ -255,11 +257,11 @@ class TruncationCounts:
 
 
 Made = tuple[Example | list[Example] | str, Truncation]
-"""Result of a row: its example, the pieces of its document, or why it is a bad row; and what it lost."""
+"""Result of a row: its example, the pieces of its document, or the reason why it is bad; and its truncation."""
 
 
 class RowEncoder:
-    """Takes rows a run at a time: tokenises a chunk at once, and counts what is left out and cut."""
+    """Encoder of rows in chunks that counts what is dropped and truncated."""
 
     def __init__(
         self,
@@ -275,37 +277,38 @@ class RowEncoder:
         units: Units | None = None,
         features: Projector | None = None,
     ) -> None:
-        """Arguments as of `encode`. Raises UserError for a `max_length` that leaves no room."""
+        """Take the arguments of `encode`. Raises UserError for a `max_length` without room for content."""
         self.task, self.tokenizer, self.max_length = task, tokenizer, max_length
         self.label_names, self.decoder_start, self.units, self.features = label_names, decoder_start, units, features
         self.bad_rows, self.overlong = bad_rows, overlong
         self.left = (truncation or task.truncates) == "left"
-        """Whether texts and prompts lose their left."""
+        """True if texts and prompts are truncated from the left."""
         self.specials = specials = Specials.of(tokenizer, begin=not task.encoder_decoder)
         around = len(specials.prefix) + len(specials.middle) + max(len(specials.suffix), len(specials.pair_suffix))
         if max_length - around < 2:
             raise UserError(f"train.max_length: {max_length} leaves no room beside the special tokens; give at least 8")
         eos = tokenizer.eos_token_id
         self.end: tuple[int, ...] = specials.suffix
-        """What closes an answer; learnt even where the template does not close with it (Llama-3 adds only its
-        beginning)."""
+        """Tokens that close an answer. They include eos even if the tokenizer adds none at the end (Llama-3 only
+        adds a beginning-of-sequence token), so that the model learns to stop."""
         if eos is not None and eos not in specials.suffix:
             self.end = (*specials.suffix, eos)
         self.rest = DroppedRows(bad_rows, overlong, max_length)
         self.form = ""
-        """What the first row's prompt was made of (`flatshift.finetune.data.rows.PROMPTS`)."""
+        """Source of the first row's prompt (`flatshift.finetune.data.rows.PROMPTS`)."""
 
     def add(self, rows: Iterable[Row]) -> Encoded:
-        """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""
+        """Encode these rows; return the examples and the counts of dropped and truncated ones. Raises UserError as
+        `encode`."""
         self.rest = rest = DroppedRows(self.bad_rows, self.overlong, self.max_length)
         examples, names = self.task.encode(rows, self)
         return rest.encoded(examples, names)
 
     def close(self) -> tuple[str, ...]:
-        """What there is to know of all rows, a sentence each."""
+        """Return notes on all rows, one sentence each."""
         return (prompt_form(self.form),) if self.form else ()
 
-    # --------------------------------------------------------------------------------------------- for tasks: rows
+    # -------------------------------------------------------------------------------------------------- for tasks: rows
 
     def samples(
         self,
@@ -313,7 +316,7 @@ class RowEncoder:
         templates: Sequence[Template],
         make: Callable[[list[Row], list[list[str]]], list[Made]],
     ) -> list[Example]:
-        """An example of each usable row, as `make` has it of a chunk of rows and the texts of their `templates`."""
+        """Return an example of each usable row. `make` gets a chunk of rows and their filled `templates`."""
         examples = []
         for filled in chunks(self._filled(rows, templates), _CHUNK):
             chunk = [row for row, _ in filled]
@@ -331,7 +334,7 @@ class RowEncoder:
         return examples
 
     def _filled(self, rows: Iterable[Row], templates: Sequence[Template]) -> Iterator[tuple[Row, list[str]]]:
-        """The rows that every template can show, and their texts; the others are bad ones."""
+        """Yield the rows that every template can render, with their texts; report the others as bad."""
         for row in rows:
             self.form = self.form or row.form
             try:
@@ -345,15 +348,16 @@ class RowEncoder:
                 yield row, texts
 
     def _blank(self, row: Row, templates: Sequence[Template]) -> str:
-        """The sentence for a row of which nothing but white space is read; vectors are something."""
+        """Return the reason if the row's input is only whitespace, else "". With feature vectors a blank prompt is
+        accepted."""
         if not templates:
             return EMPTY_TEXT if is_blank(row, ["text"]) else ""
         read = templates[0].columns
         return "the prompt is empty" if read and self.features is None and is_blank(row, read) else ""
 
     def wholes(self, rows: Iterable[Row]) -> list[tuple[Row, list[int], list[int] | None]]:
-        """Each usable row with the ids and segments of its text, or of its pair `text`, `text2`, in the tokenizer's
-        template; too long: the longer text loses first."""
+        """Return each usable row with ids and segments of its text, or of the pair `text`, `text2`, including
+        special tokens. If too long, the longer text is truncated first."""
         kept: list[tuple[Row, list[int], list[int] | None]] = []
         for chunk in chunks(self._paired(rows), _CHUNK):
             for row, (ids, segments, cut) in zip(chunk, self._texts(chunk), strict=True):
@@ -370,14 +374,14 @@ class RowEncoder:
         *,
         units: Units | None = None,
     ) -> list[Example]:
-        """Examples of what `wholes` gave."""
+        """Build examples from the result of `wholes`."""
         return [
             Example(ids, label, row.id, row.where, segments=segments, units=units)
             for (row, ids, segments), label in zip(kept, labels, strict=True)
         ]
 
     def _paired(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """The rows whose second text is one, or is not there; the others are bad ones."""
+        """Yield the rows whose second text is text or missing; report the others as bad."""
         for row in rows:
             text2 = row.values.get("text2")
             if text2 is not None and not isinstance(text2, str):
@@ -413,17 +417,18 @@ class RowEncoder:
     # --------------------------------------------------------------------------------------------- for tasks: tokens
 
     def tokens(self, texts: list[str]) -> Any:
-        """The tokenizer's batch of the texts alone, without special tokens."""
+        """Tokenise the texts as a batch, without special tokens."""
         return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
 
     def within(self, texts: Iterable[str], *, left: bool = False) -> list[str]:
-        """The texts; of one that is far longer than a row, as much of its begin (left: of its end) as a row may hold.
+        """Return the texts; one that is far longer than a row is shortened to a beginning (left: an end) that fills a
+        row.
 
-        A text of megabytes costs 200 bytes of memory a character, for tokens that nobody keeps. What is left of it has
-        more than `max_length` tokens, and those that a row may hold are the whole text's: they stay the same where
-        twice as much of it is tokenised, and one sign more. Its length, as `Cut.needs`, is then a least one; of two
-        texts of a pair that both are so long, the second is the longer where an odd token is to be shared. Texts
-        that are read in pieces stay whole.
+        Tokenising megabytes of text takes 200 bytes of memory per character, for tokens that are cut anyway. A
+        shortened text still has more than `max_length` tokens, and those kept are the same as of the whole text:
+        checked by tokenising twice as much of it, and one character more. Its length, `Truncation.needs`, is then a
+        lower bound; if both texts of a pair are that long, an odd token goes to the second. Texts that are split into
+        pieces stay whole.
         """
         if self.overlong == "split":
             return list(texts)
@@ -441,13 +446,13 @@ class RowEncoder:
         return text[-size:] if left else text[:size]
 
     def closed(self, ids: Sequence[int], end: tuple[int, ...], *, left: bool = False) -> tuple[list[int], Truncation]:
-        """The tokenizer's template around `ids`, closed by `end`, and what the ids lost to fit."""
+        """Return `ids` with the tokenizer's prefix and `end` around them, and what the ids lost to fit."""
         around = len(self.specials.prefix) + len(end)
         kept = shortened(ids, self.max_length - around, left=left)
         return [*self.specials.prefix, *kept, *end], Truncation(len(ids) + around, len(kept) < len(ids))
 
     def bytes(self, text: str, batch: Any, i: int, first: int, stop: int) -> int:
-        """UTF-8 bytes of the tokens `first ≤ k < stop` of text i of a batch."""
+        """Return the number of UTF-8 bytes of the tokens `first ≤ k < stop` of text i of a batch."""
         ids = batch["input_ids"][i]
         if first == 0 and stop >= len(ids):
             return len(text.encode())
@@ -520,13 +525,13 @@ EMPTY_TEXT = "the text is empty"
 
 
 def is_blank(row: Row, columns: Iterable[str]) -> bool:
-    """True if each of these columns holds no more than white space."""
+    """Return True if each of these columns is missing or only whitespace."""
     values = [row.values.get(name) for name in columns]
     return all(value is None or (isinstance(value, str) and not value.strip()) for value in values)
 
 
 def prompt_form(form: str) -> str:
-    """What is said of rows whose `prompt` was made of something else."""
+    """Return the note on rows whose `prompt` was read from other columns."""
     if form in PAIRS:
         return f"prompt and completion are the columns {form}"
     if form == SHARED:
@@ -535,14 +540,14 @@ def prompt_form(form: str) -> str:
 
 
 def chunks(rows: Iterable[_Each], size: int) -> Iterator[list[_Each]]:
-    """Lists of `size` rows, the last of fewer."""
+    """Yield lists of `size` rows; the last may be shorter."""
     iterator = iter(rows)
     while chunk := list(islice(iterator, size)):
         yield chunk
 
 
 def shortened(ids: Sequence[Any], room: int, *, left: bool) -> Sequence[Any]:
-    """At most `room` of `ids`, without their right or their left end."""
+    """Return at most `room` of `ids`, truncated from the right or the left."""
     return ids[max(len(ids) - room, 0) :] if left else ids[:room]
 
 
@@ -558,14 +563,14 @@ class Specials:
     middle: tuple[int, ...]
     pair_suffix: tuple[int, ...]
     segments: tuple[int, int] | None
-    """token_type_ids of A with what precedes B, and of B with what follows; None where the model takes none."""
+    """token_type_ids of A and its special tokens, and of B and those after it; None if the model takes none."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, *, begin: bool = True) -> Specials:
-        """The tokenizer's own template where it has one.
+        """Return the tokenizer's own special tokens.
 
-        Where it has none (GPT-2, most small decoders): the beginning-of-sequence token, if there is one, goes in
-        front (unless `begin` is false: what a decoder writes begins with another token), and the separator or
+        If it adds none (GPT-2, most small decoders): its beginning-of-sequence token, if any, as the prefix (unless
+        `begin` is false: a decoder of an encoder-decoder starts with another token), and the separator or
         end-of-sequence token between the texts of a pair.
         """
         prefix, _, suffix = _runs(tokenizer, "a")
@@ -577,18 +582,20 @@ class Specials:
             middle = (joint,) if joint is not None else tuple(tokenizer("\n", add_special_tokens=False)["input_ids"])
             pair_suffix = suffix
         segments = (0, 1) if "token_type_ids" in tokenizer.model_input_names else None
+        # Some tokenizers list token_type_ids but use only one segment.
         if segments and tokenizer("a", "b", return_token_type_ids=True)["token_type_ids"][-1] == 0:
             segments = (0, 0)
         return cls(prefix, suffix, middle, pair_suffix, segments)
 
 
 def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The tokens of a text alone, without special ones around it."""
+    """Tokenise a text without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that closes every trained answer: the end of sequence, else what the tokenizer's template ends with."""
+    """Return the token that closes every trained answer: end of sequence, else the first token of the tokenizer's
+    suffix; None if it has neither."""
     if tokenizer.eos_token_id is not None:
         return int(tokenizer.eos_token_id)
     suffix = Specials.of(tokenizer).suffix
@@ -596,16 +603,16 @@ def end_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 _ENDS_OF = 2000
-"""Samples that are looked at for the tokens that end an answer."""
+"""Number of examples sampled to find the tokens that end an answer."""
 
 
 def closing_tokens(
     examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, *, max_length: int
 ) -> dict[str, int]:
-    """The tokens that training supervised as the end of a sample's (last) answer, by how they are written.
+    """Return the tokens that were trained as the end of an example's (last) answer, by their text.
 
-    White space behind it aside, that is the last supervised token where it is the end of sequence or an added token.
-    A sample that fills `max_length` was perhaps cut, and says nothing.
+    That is the last target token, ignoring whitespace after it, if it is the end of sequence or an added token.
+    Examples that fill `max_length` may be truncated and are ignored.
     """
     added = set(tokenizer.added_tokens_decoder) | {end_token(tokenizer)}
     blank: dict[int, bool] = {}
@@ -626,7 +633,7 @@ def closing_tokens(
 
 
 def _runs(tokenizer: PreTrainedTokenizerBase, *texts: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Special tokens before, between and after the content of an encoded text or pair."""
+    """Return the special tokens before, between and after the content of an encoded text or pair."""
     encoded = tokenizer(*texts, return_special_tokens_mask=True)
     ids, special = encoded["input_ids"], encoded["special_tokens_mask"]
     content = [i for i, is_special in enumerate(special) if not is_special]

@@ -1,4 +1,4 @@
-"""How a model reads examples without training on them: batches, device, precision, and this process's part of them."""
+"""Batching for forward passes without gradients: batches, device, precision, and this process's share."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ def _unheard(rows: int) -> None:
 
 @dataclass(frozen=True)
 class DataShard:
-    """This process's part of an evaluation. All processes go through the same batches; the default takes every row."""
+    """This process's share of an evaluation. All processes iterate over the same batches; the default takes every
+    row."""
 
     index: int = 0
-    """Which data rank this is."""
+    """Index of this data rank."""
     width: int = 1
-    """How many data ranks there are."""
+    """Number of data ranks."""
     multiple: int = 1
-    """Pad rows to a multiple of so many tokens (sequence parallelism)."""
+    """Pad rows to a multiple of this many tokens (sequence parallelism)."""
     lockstep: bool = False
-    """Whether every rank must run as many forward passes as the others (sharded weights are gathered in each)."""
+    """True if every rank must run the same number of forward passes (each gathers sharded weights)."""
     add: Callable[[np.ndarray], np.ndarray] = _same
     """Sum of an array over the data ranks."""
     union: Callable[[dict[int, Any]], dict[int, Any]] = _same
-    """The items of all data ranks, by index."""
+    """Union of the items of all data ranks, by index."""
 
     @property
     def part(self) -> tuple[int, int]:
@@ -53,7 +54,8 @@ class DataShard:
         return self.index, self.width
 
     def mine(self, batch: Sequence[int]) -> tuple[list[int], bool]:
-        """This rank's items of a batch, and whether they count: a rank without any computes the first for company."""
+        """Return this rank's items of a batch, and whether they count. A rank without any gets the first item, which
+        does not count, so that all ranks run a forward pass."""
         items = list(batch[self.index :: self.width])
         return (items, True) if items else (list(batch[:1]), False)
 
@@ -63,19 +65,20 @@ ALONE = DataShard()
 
 @dataclass(frozen=True)
 class EvalBatching:
-    """How forward passes without gradients are made."""
+    """Settings of forward passes without gradients."""
 
     batch_size: int
-    """Rows of a pass, at most; over all processes."""
+    """Maximum rows per pass, over all processes."""
     pad_id: int
-    """Token under the padding."""
+    """Token id used for padding."""
     device: torch.device | str = "cpu"
     autocast_dtype: torch.dtype | None = None
     """None: the model's own precision."""
     share: DataShard = ALONE
     beat: Callable[[int], None] = _unheard
-    """Called after each batch with the number of examples that it finished, and in one process with 0 after each token
-    that is written; what it raises ends the evaluation. Every rank of a mesh calls it at the same places."""
+    """Progress callback, called after each batch with the number of finished examples, and in a single process with
+    0 after each generated token; an exception from it ends the evaluation. Every rank of a mesh calls it at the same
+    points."""
 
     @classmethod
     def of(
@@ -87,20 +90,21 @@ class EvalBatching:
         device: torch.device | str = "cpu",
         share: DataShard = ALONE,
     ) -> EvalBatching:
-        """With the tokenizer's padding, and in the precision of `train`, which must be settled; without one in the
-        model's own."""
+        """Return settings with the tokenizer's padding and the precision of `train`, whose automatic values must be
+        resolved; without `train`, the model's own precision."""
         dtype = None if train is None else autocast_dtype(train)
         return cls(batch_size, pad_token(tokenizer), device, dtype, share)
 
     def batches(
         self, examples: Sequence[Example], task: Task, *, max_tokens: int | None = None
     ) -> Iterator[MicroBatch]:
-        """Every example once, longest first (least padding, and memory peaks at once), in rows of one sample.
+        """Yield every example once, in rows of one sample, longest first (little padding, and memory peaks at the
+        start).
 
-        As many batches come on every process, each with its part of the rows; one that has no row for this process
-        comes with its first row and `samples` 0.
+        Every process gets the same number of batches, each with its share of the rows; a batch without a row for this
+        process has the batch's first row with `samples` 0.
 
-        max_tokens: fewer rows at a time where rows × length (of all sides) would be more than this.
+        max_tokens: take fewer rows per batch if rows × length (over all sides) would exceed this.
         """
         collator = Collator(examples, task)
         work, (index, width), multiple = collator.work, self.share.part, self.share.multiple
@@ -114,6 +118,7 @@ class EvalBatching:
             mine = batch[index::width]
             some = [int(i) for i in (mine if len(mine) else batch[:1])]
             if task.by_answer:
+                # Mismatched answers come from the next example in file order, independent of the batch size.
                 micro = collator.answered(some, [(i + 1) % len(order) for i in some], self.pad_id, multiple)
             else:
                 micro = collator.collate([(i,) for i in some], self.pad_id, multiple)
@@ -123,15 +128,15 @@ class EvalBatching:
 
     @property
     def is_heard(self) -> bool:
-        """True if somebody follows the progress."""
+        """True if a progress callback is set."""
         return self.beat is not _unheard
 
     def unheard(self) -> EvalBatching:
-        """The same for a trial, whose rows are no progress."""
+        """Return a copy without the callback, for trial passes that are no progress."""
         return replace(self, beat=_unheard)
 
     def spread(self, rows: int) -> EvalBatching:
-        """The same where every example is so many rows."""
+        """Return a copy that counts `rows` rows as one example for the callback."""
         finished = 0
 
         def beat(more: int) -> None:
@@ -143,10 +148,10 @@ class EvalBatching:
         return replace(self, beat=beat)
 
     def precision(self) -> AbstractContextManager[Any]:
-        """What surrounds a forward pass."""
+        """Return the context manager for a forward pass."""
         return forward_precision(self.device, self.autocast_dtype)
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token under the padding; of a tokenizer without one its end-of-sequence token, else 0."""
+    """Return the padding token; for a tokenizer without one its end-of-sequence token, else 0."""
     return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)

@@ -1,7 +1,6 @@
-"""One encoded sample, the features that its row brings along, and a list of samples with what was lost on the way.
+"""Encoded examples, the feature vectors of their rows, and the result of encoding with its losses.
 
-Vectors that are not what the projector takes make a bad row like any other: refused with its file:line, or skipped and
-counted.
+Vectors of the wrong shape for the projector make a row bad: it is refused with its file:line, or skipped and counted.
 """
 
 from __future__ import annotations
@@ -21,56 +20,56 @@ from .labels import Units
 from .rows import Row, missing_column
 
 IGNORE = -100
-"""Label of a token that is not supervised."""
+"""Label of a token that is not a target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One encoded sample."""
+    """An encoded example."""
 
     input_ids: list[int]
     labels: list[int] | int | float | tuple[int, ...]
-    """Aligned with `input_ids` (the model shifts; not for masked-lm) or with `decoder_ids`, −100 where unsupervised; a
-    class for classification, 0 and 1 of every class where a row has several; the target of a regression."""
+    """Token labels aligned with `input_ids` (the model shifts them; not for masked-lm) or with `decoder_ids`, −100
+    for tokens that are no targets; or a class, 0 and 1 per class (multi-label), or the target of a regression."""
     id: str
     where: str
     bytes: int = 0
-    """UTF-8 bytes of the supervised text (special tokens have none)."""
+    """UTF-8 bytes of the target text (special tokens have none)."""
     segments: list[int] | None = None
-    """token_type_ids where the model takes them."""
+    """token_type_ids if the model takes them."""
     choices: tuple[tuple[int, ...], ...] | None = None
     """Completions of all classes, in head order (score: rank)."""
     gold: int | None = None
-    """Which of `choices` is the row's own."""
+    """Index of the row's own completion in `choices`."""
     answer: str | None = None
-    """The whole completion or target (score: generate)."""
+    """The whole completion or target as text (score: generate)."""
     decoder_ids: list[int] | None = None
-    """What the decoder reads, as long as `labels`: its start token, then the labels but the last (seq2seq)."""
+    """Decoder input, as long as `labels`: the start token, then all labels but the last (seq2seq)."""
     prompt: list[int] | None = None
-    """What generation starts from, where it is not all before the first supervised token (chat)."""
+    """Ids from which generation starts, if not all before the first target token (chat)."""
     stop: int | None = None
-    """The token that ends the answer, beside the end of sequence (chat)."""
+    """Token that ends the answer, in addition to the end of sequence (chat)."""
     words: list[int] | None = None
-    """Number of the word of each token, −1 for special ones, which are never hidden (masked-lm)."""
+    """Word number of each token, −1 for special tokens, which are never masked (masked-lm)."""
     units: Units | None = None
-    """How training sees its target (regress)."""
+    """Standardisation of the target (regress)."""
     rejected_ids: list[int] | None = None
-    """The same prompt with the answer that is liked less (preference); `input_ids` has the one that is chosen."""
+    """The same prompt with the rejected answer (preference); `input_ids` has the chosen one."""
     rejected_labels: list[int] | None = None
-    """Aligned with `rejected_ids`, as `labels`."""
+    """Labels aligned with `rejected_ids`."""
     desirable: bool | None = None
-    """Whether the only answer of a row is one to have more of (preference without pairs)."""
+    """True if a single answer is desirable (preference without pairs)."""
     features: tuple[array[float], ...] | None = None
-    """K vectors of d float32 numbers that the row brings along (`adapter.projector`)."""
+    """The row's K vectors of d float32 numbers (`adapter.projector`)."""
 
 
 def piece(row: Row, number: int) -> tuple[str, str]:
-    """The id of a piece of a document, from 0, and where it stands; of the first those of the document."""
+    """Return id and place of a document's piece, numbered from 0; the first has those of the document."""
     return (f"{row.id}#{number}", f"{row.where}#{number}") if number else (row.id, row.where)
 
 
 def documents_of(examples: Sequence[Example]) -> np.ndarray | None:
-    """For each example the place of the first piece of its document, (N,); None where all are whole."""
+    """Return for each example the index of the first piece of its document, (N,); None if no document was split."""
     places = [_PIECE.sub("", example.where) for example in examples]
     first: dict[str, int] = {}
     found = np.array([first.setdefault(place, i) for i, place in enumerate(places)], dtype=np.int64)
@@ -78,7 +77,7 @@ def documents_of(examples: Sequence[Example]) -> np.ndarray | None:
 
 
 def summed(values: np.ndarray, documents: np.ndarray) -> np.ndarray:
-    """Values (N,) of pieces, each document's sum at its first piece and 0 at the others."""
+    """Sum values (N,) of pieces by document: the sum is at the first piece, the others get 0."""
     return np.bincount(documents, weights=values, minlength=len(values)).astype(values.dtype)
 
 
@@ -87,51 +86,52 @@ _PIECE = re.compile(r"(?<=\d)#\d+$")
 
 @dataclass(frozen=True)
 class Question:
-    """What a model reads before it has to answer."""
+    """Model input that waits for an answer."""
 
     id: str
     text: str
     ids: list[int]
     stop: int | None = None
-    """The token that ends the answer, beside the end of sequence."""
+    """Token that ends the answer, in addition to the end of sequence."""
     lead: str = ""
-    """Text that a chat template writes between the prompt and an answer's own words, such as a blank."""
+    """Text that a chat template writes between the prompt and the answer's own words, such as a space."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Examples in row order, with what was lost on the way."""
+    """Examples in row order, with the counts of what encoding lost."""
 
     examples: list[Example]
     truncated: int
-    """Samples that were longer than `max_length`, and cut."""
+    """Examples longer than `max_length` that were truncated."""
     skipped: list[str] = field(default_factory=list)
-    """`file:line: reason` of rows left out."""
+    """`file:line: reason` of skipped rows."""
     label_names: tuple[str, ...] | None = None
     """Classes in head order."""
     dropped: int = 0
-    """Samples that were longer than `max_length`, and left out."""
+    """Examples longer than `max_length` that were dropped."""
     cut_answers: int = 0
-    """Of the truncated samples those that lost some of their answer (completion, seq2seq)."""
+    """Truncated examples that lost tokens of their answer (completion, seq2seq)."""
     lost_prompts: int = 0
-    """Of the truncated samples those that lost their whole prompt (completion)."""
+    """Truncated examples that lost their whole prompt (completion)."""
     lengths: Counter[int] = field(default_factory=Counter)
-    """Of the truncated and dropped samples, the tokens that each would have whole."""
+    """Counts of truncated and dropped examples by their number of tokens without truncation."""
     at_least: int | None = None
-    """From where on these are least numbers, of texts that were not tokenised to their end; None: all are exact."""
+    """Smallest of these lengths that is only a lower bound, from texts not tokenised to their end; None: all are
+    exact."""
     split: int = 0
-    """Samples that were longer than `max_length`, and read in pieces."""
+    """Examples longer than `max_length` that were split into pieces."""
     pieces: int = 0
-    """Number of pieces that such samples were read in."""
+    """Number of pieces of such examples."""
     notes: tuple[str, ...] = ()
-    """What else there is to know before the first step, a sentence each."""
+    """Further notes to print before the first step, one sentence each."""
 
 
-# ------------------------------------------------------------------------------------- features that a row brings along
+# --------------------------------------------------------------------------------------------- feature vectors of a row
 
 
 def with_features(example: Example, row: Row, projector: Projector) -> Example | str:
-    """`example` with the vectors of its row, or what is wrong with them."""
+    """Return `example` with the vectors of its row, or the reason why they are invalid."""
     column = projector.features
     value = row.values.get(column)
     if value is None and column not in row.record:
@@ -143,10 +143,10 @@ def with_features(example: Example, row: Row, projector: Projector) -> Example |
 
 
 def read_vectors(value: Any, projector: Projector) -> tuple[array[float], ...]:
-    """The K vectors of d float32 numbers each that a column holds: a list of d numbers where K is 1, or K lists.
+    """Return the K vectors of d float32 numbers in a column: a list of d numbers if K is 1, or K lists.
 
     Raises:
-        ValueError: anything else; says what is there.
+        ValueError: anything else; says what the column holds.
     """
     if not isinstance(value, list | tuple):
         raise ValueError("is null" if value is None else f"is a {type(value).__name__}, not a list of numbers")

@@ -1,4 +1,4 @@
-"""Files of user data: the names that users give as files, and what a manifest says of each."""
+"""Expansion of data file names given by users, and their description for a manifest."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .remote import DataFile, RemoteFile
 
 
 def expand(files: Sequence[str]) -> list[DataFile]:
-    """Paths for `files`: paths as given, globs and the files of a directory sorted, `sample:NAME` for what ships,
-    `hub:NAME[CONFIG]@REVISION:SPLIT`; objects for the addresses of a store.
+    """Return the paths of `files`: paths as given; globs and directories expanded in sorted order; `sample:NAME` for
+    shipped samples; `hub:NAME[CONFIG]@REVISION:SPLIT`; and objects for the addresses of a store.
 
     Raises:
-        UserError: a path that does not exist (with the nearest that does), a glob without a match, a file named twice.
+        UserError: a path that does not exist (names the nearest), a glob without a match, a file named twice.
     """
     paths = [path for name in files for path in _expand_one(str(name))]
     seen: set[str] = set()
@@ -95,11 +95,11 @@ def _nearest_file(path: Path) -> str:
 
 
 def describe(files: Sequence[str]) -> list[dict[str, Any]]:
-    """`path, sha256, bytes, rows` of each file, for a manifest.
+    """Return `path, sha256, bytes, rows` of each file, for a manifest.
 
-    `rows` counts the records, bad ones included; null for a file that breaks off. A saved data set is digested
-    file by file in name order; a hub data set has neither digest nor size (null), its revision is part of its name.
-    An object of a store has its `version` too: what the store tells of it.
+    `rows` counts the records, including bad ones; null for a broken file. A saved data set is hashed file by file in
+    name order; a hub data set has no digest or size (null), its revision is part of its name. An object of a store also
+    has the `version` that the store reports.
     """
     described: list[dict[str, Any]] = []
     for name in files:
@@ -112,7 +112,7 @@ def describe(files: Sequence[str]) -> list[dict[str, Any]]:
             digest, size = file_digest(path)
             try:
                 rows: int | None = count(path)
-            except BrokenFile:  # read as far as it went, where bad rows are skipped
+            except BrokenFile:  # with bad_rows: skip, its readable part was used
                 rows = None
             version = {"version": path.version} if isinstance(path, RemoteFile) else {}
             described.append({"path": shown, "sha256": digest, "bytes": size, "rows": rows, **version})
@@ -120,7 +120,7 @@ def describe(files: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def file_digest(path: DataFile) -> tuple[str, int]:
-    """SHA-256 and bytes of a file, or of all files of a directory in name order."""
+    """Return SHA-256 and bytes of a file, or of all files of a directory in name order."""
     if isinstance(path, RemoteFile):
         return path.digest()
     parts = sorted(part for part in path.rglob("*") if part.is_file()) if path.is_dir() else [path]

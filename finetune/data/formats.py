@@ -1,8 +1,8 @@
-"""File formats, read as a stream of records: JSONL, CSV and TSV (also .gz .xz .zst), Parquet, `datasets`.
+"""Readers of file formats as streams of records: JSONL, CSV and TSV (also .gz .xz .zst), Parquet, `datasets`.
 
-Every reader yields `FileRecord(line, index, values, problem)`: one object of the file, or what is wrong with it. Memory
-stays constant in the number of records. Only problems of a whole file (not there, corrupt, a format we do not know)
-are raised; a bad record is the caller's to refuse or to skip.
+Every reader yields `FileRecord(line, place, values, problem)`: one object of the file, or what is wrong with it. Memory
+is constant in the number of records. Only problems of a whole file (missing, corrupt, unknown format) are raised; the
+caller refuses or skips bad records.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ HUB = "hub:"
 HUB_FORM = "hub:NAME[CONFIG]@REVISION:SPLIT"
 
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json")
-"""What marks a directory that `datasets` has saved."""
+"""Files that identify a directory saved by `datasets`."""
 LONGEST_LINE = 1 << 26
-"""Bytes of one line: 64 MiB, about ten million words."""
+"""Maximum bytes per line: 64 MiB, about ten million words."""
 DEEPEST = 64
-"""Lists and objects inside one another in a record."""
+"""Maximum nesting depth of lists and objects in a record."""
 _CHUNK = 1 << 18
 _File = TypeVar("_File", Path, RemoteFile)
 _BLANK = re.compile(r"[ \t\r\n]*")
 _WRAPPED = re.compile(r'\{\s*"data"\s*:\s*\[\s*\{')
-"""Begin of a file whose rows are an array under `data`; a line of JSONL with such a column is not meant."""
+"""Start of a file whose rows are an array under `data`. It needs an object in the array, so that a JSONL line with
+another column `data` does not match."""
 _OPEN = re.compile(r'\[|\{\s*"data"\s*:\s*\[')
 
 
 class BrokenFile(UserError):
-    """A file that is cut short, corrupt or cannot be read: where bad rows are skipped, what is left of it is one."""
+    """A file that is truncated, corrupt or unreadable. With `bad_rows: skip`, the rest of it counts as one bad row."""
 
 
 class FileRecord(NamedTuple):
-    """One record of a file."""
+    """A record of a file."""
 
     line: int
-    """0-based: the physical line of a JSONL record (blank lines count), the ordinal of any other record. Names it."""
+    """0-based line of a JSONL record (blank lines count), or ordinal of any other record; part of its automatic id."""
     place: int
-    """1-based, for messages: the first physical line of the record (JSONL, CSV), or its ordinal."""
+    """1-based line at which the record starts (JSONL, CSV), or its ordinal; for messages."""
     values: dict[str, Any]
-    """Columns; empty when there is a problem."""
+    """Columns; empty if there is a problem."""
     problem: str | None = None
-    """What is wrong with this record, or None."""
+    """Error in this record, or None."""
     nulls: int = 0
-    """Keys that hold null, inside the objects of its lists, which Arrow made up and which are not in `values`."""
+    """Number of null-valued keys, added by Arrow to objects inside lists, that were removed from `values`."""
 
 
 def records(path: DataFile) -> Iterator[FileRecord]:
-    """The records of `path` in file order.
+    """Return an iterator over the records of `path` in file order.
 
     Raises:
         UserError: the file is missing, unreadable, corrupt or truncated, or of an unknown format.
@@ -88,7 +89,7 @@ def records(path: DataFile) -> Iterator[FileRecord]:
 
 
 def count(path: DataFile) -> int:
-    """How many records `path` has, bad ones included; the file is read but not parsed where that is enough."""
+    """Count the records of `path`, including bad ones, without parsing them if possible."""
     kind, _ = split_suffix(path)
     if kind == ".parquet":
         with _parquet_file(path) as file:
@@ -101,7 +102,7 @@ def count(path: DataFile) -> int:
 
 
 def split_suffix(path: DataFile) -> tuple[str, str]:
-    """The format of a path and its compression: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`.
+    """Return format and compression of a path: `('.jsonl', '.xz')`, `('.csv', '')`, `('datasets', '')`.
 
     Raises:
         UserError: neither a known suffix nor a saved `datasets` directory.
@@ -116,17 +117,17 @@ def split_suffix(path: DataFile) -> tuple[str, str]:
 
 
 def shards(directory: Path) -> list[Path]:
-    """The files of a directory in a format that is known, in name order; hidden ones and others are left out.
+    """Return the files of a directory in a known format, sorted by name; hidden and other files are ignored.
 
     Raises:
-        UserError: there is none, or there are several formats (one of them may be no data).
+        UserError: there is none, or there are several formats (one of them may not be data).
     """
     return one_format(str(directory), sorted(directory.iterdir()))
 
 
 def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
-    """The `entries` of a directory that are files in a format that is known; hidden ones and others are left out,
-    and texts beside files of records.
+    """Return the `entries` of a directory that are files in a known format; hidden files are ignored, as are text files
+    next to files of records.
 
     Raises UserError as `shards`.
     """
@@ -137,7 +138,7 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
                 kind, _ = _by_name(path)
                 found.setdefault("JSONL" if kind in JSONL else "text" if kind in TEXTS else kind, []).append(path)
     if len(found) > 1:
-        found.pop("text", None)  # a README beside the data
+        found.pop("text", None)  # a README next to the data
     if len(found) > 1:
         raise UserError(
             f"{directory} holds {' and '.join(sorted(found))} files; name those that are meant, as {directory}/*.jsonl"
@@ -148,14 +149,14 @@ def one_format(directory: str, entries: Sequence[_File]) -> list[_File]:
 
 
 def is_text(path: DataFile) -> bool:
-    """True for a file that is one document, by its name."""
+    """Return True if the file is a single document, by its name."""
     with contextlib.suppress(UserError):
         return split_suffix(path)[0] in TEXTS
     return False
 
 
 def is_saved_dataset(path: Path) -> bool:
-    """Whether the directory is what `datasets` saves."""
+    """Return True if the directory was saved by `datasets`."""
     return any((path / name).is_file() for name in SAVED_DATASET)
 
 
@@ -174,7 +175,7 @@ def _by_name(path: DataFile) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def _named(path: DataFile) -> Iterator[None]:
-    """Turn what can go wrong with the bytes of a file into one sentence with its name."""
+    """Convert errors from reading or decompressing a file into one sentence with its name."""
     try:
         yield
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
@@ -188,7 +189,7 @@ def _named(path: DataFile) -> Iterator[None]:
 
 
 def _chunks(path: DataFile) -> Iterator[bytes]:
-    """Decompressed bytes of `path`, a quarter of a MiB at a time."""
+    """Yield decompressed bytes of `path`, 256 KiB at a time."""
     _, compression = split_suffix(path)
     if compression == ".zst":
         yield from _zstd_chunks(path)
@@ -205,7 +206,7 @@ def _zstd_chunks(path: DataFile) -> Iterator[bytes]:
         import zstandard
     except ImportError as error:
         raise UserError(f"{path}: reading .zst needs the zstandard package: pip install 'flatshift[zstd]'") from error
-    # stream_reader would take a truncated frame for the end of the file; the decompression object knows.
+    # stream_reader would treat a truncated frame as the end of the file; decompressobj reports it.
     with _named(path), path.open("rb") as handle:
         decompressor = None
         while data := handle.read(_CHUNK):
@@ -226,7 +227,7 @@ def _zstd_chunks(path: DataFile) -> Iterator[bytes]:
 
 
 def _lines(path: DataFile) -> Iterator[bytes]:
-    """Physical lines with their line ends; the byte-order mark of UTF-8 is removed, UTF-16 is refused."""
+    """Yield physical lines with their line endings. A UTF-8 byte-order mark is removed; UTF-16 is refused."""
     begun: list[bytes] = []
     number, size = 1, 0
     first = True
@@ -242,7 +243,7 @@ def _lines(path: DataFile) -> Iterator[bytes]:
             for line in ended[1:]:
                 yield line + b"\n"
             number, begun, size = number + len(ended), [], 0
-        if rest:  # joined once it is whole, so that a long line is not copied for every chunk of it
+        if rest:  # join once the line is complete; joining per chunk would take quadratic time
             begun.append(rest)
             size += len(rest)
         if size > LONGEST_LINE:
@@ -276,7 +277,7 @@ def _jsonl(path: DataFile) -> Iterator[FileRecord]:
             problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
         except RecursionError:
             problem = f"nested deeper than {DEEPEST} levels"
-        except ValueError:  # what else Python's reader refuses
+        except ValueError:  # the only other error of json.loads
             problem = "a number of more than 4,300 digits"
         if problem is None and not isinstance(value, dict):
             problem = f"a JSON {_json_type(value)}, not an object with columns"
@@ -284,7 +285,8 @@ def _jsonl(path: DataFile) -> Iterator[FileRecord]:
 
 
 def _document(path: DataFile) -> Iterator[FileRecord]:
-    """A file of plain text as one record, its `text`, without its last line end; lines of other systems end as ours."""
+    """Yield a plain text file as one record with column `text`, with line endings normalised and the last one
+    removed."""
     parts: list[bytes] = []
     for chunk in _chunks(path):
         parts.append(chunk)
@@ -302,7 +304,7 @@ def _document(path: DataFile) -> Iterator[FileRecord]:
 
 
 def _is_array(path: DataFile, kind: str) -> bool:
-    """True if a `.json` file holds one array, or one as `{"data": […]}`, not an object a line."""
+    """Return True if a `.json` file holds one array, or `{"data": […]}`, not one object per line."""
     if kind != ".json":
         return False
     head = b""
@@ -315,10 +317,9 @@ def _is_array(path: DataFile, kind: str) -> bool:
 
 
 def _array(path: DataFile) -> Iterator[FileRecord]:
-    """The objects of one JSON array, or of one under `data`, decoded one by one, so that memory does not grow with the
-    file.
+    """Yield the objects of one JSON array, or of one under `data`, decoded one by one in constant memory.
 
-    What follows malformed JSON cannot be told apart from it, so that breaks off the file, not only a record.
+    Malformed JSON breaks off the whole file, not only a record, because where the next record starts is unknown.
     """
     unicode = codecs.getincrementaldecoder("utf-8-sig")()
     strict, loose = json.JSONDecoder(object_pairs_hook=_object), json.JSONDecoder()
@@ -326,7 +327,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
     text, at, line, ended = "", 0, 1, False
 
     def more(size: int) -> None:
-        """At least `size` more characters, or the rest of the file; what was taken is let go."""
+        """Read at least `size` more characters, or the rest of the file, and discard what was consumed."""
         nonlocal text, at, ended
         parts, got = [text[at:]], 0
         while got < size and not ended:
@@ -340,7 +341,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
         text, at = "".join(parts), 0
 
     def token() -> str:
-        """The next character that is not blank, left where it is; "" at the end of the file."""
+        """Return the next non-blank character without consuming it; "" at the end of the file."""
         nonlocal at, line
         while True:
             bare = _BLANK.match(text, at).end()  # type: ignore[union-attr]
@@ -351,7 +352,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
             more(1)
 
     def element() -> tuple[Any, int, str | None]:
-        """The value at `at`, the place behind it and what is wrong with it."""
+        """Return the value at `at`, the index after it, and its problem."""
         while True:
             try:
                 try:
@@ -360,7 +361,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
                 except _Twice as error:
                     value, end = loose.raw_decode(text, at)
                     problem = f"the key {shortened(error.key)!r} is there twice in one object; keep one of them"
-                if end < len(text) or ended:  # else a number may go on
+                if end < len(text) or ended:  # otherwise a number may continue in the next chunk
                     return value, end, problem
             except json.JSONDecodeError as error:
                 if ended:
@@ -372,7 +373,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
                 ) from None
             if len(text) - at > LONGEST_LINE:
                 raise UserError(f"{path}:{line}: an object that does not end within {LONGEST_LINE:,} characters")
-            more(max(_CHUNK, len(text) - at))  # twice as much each time, so that a long one is not decoded often
+            more(max(_CHUNK, len(text) - at))  # double the buffer, so that a long object is decoded only a few times
 
     token()
     while _OPEN.match(text, at) is None and not ended:
@@ -412,7 +413,7 @@ def _array(path: DataFile) -> Iterator[FileRecord]:
 
 
 class _Twice(Exception):
-    """An object has `key` twice: which of the two is meant, nobody knows."""
+    """A JSON object has `key` twice, so its value is ambiguous."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -428,7 +429,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def too_deep(value: Any) -> bool:
-    """Whether lists and objects lie inside one another deeper than `DEEPEST` levels."""
+    """Return True if lists and objects are nested deeper than `DEEPEST` levels."""
     level = [value]
     for _ in range(DEEPEST + 1):
         inner: list[Any] = []
@@ -446,9 +447,9 @@ def _json_type(value: Any) -> str:
 
 
 def _csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
-    # Undecodable bytes come through as lone surrogates, so that one bad record does not end the file.
+    # Undecodable bytes become lone surrogates, so that one bad record does not end the file.
     text = (line.decode("utf-8", errors="surrogateescape") for line in _lines(path))
-    csv.field_size_limit(LONGEST_LINE)  # a document is longer than the module's 128 KiB default
+    csv.field_size_limit(LONGEST_LINE)  # the csv module's default of 128 KiB is too small for documents
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     ordinal = 0
@@ -468,7 +469,7 @@ def _csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
             continue
         if header is None:
             if len(fields) == 1 and delimiter == "," and ";" in fields[0] and reader.line_num == 1:
-                return (yield from _csv(path, ";"))  # as spreadsheets of half the world write it
+                return (yield from _csv(path, ";"))  # separated by semicolons, as spreadsheets write in many locales
             header = fields
             _refuse_twins(header, f"{path}:{place}: the header")
             continue
@@ -482,7 +483,7 @@ def _csv(path: DataFile, delimiter: str) -> Iterator[FileRecord]:
 
 
 def has_half_pair(text: str) -> bool:
-    """Whether no file in UTF-8 can hold this string, which no tokenizer takes either."""
+    """Return True if the string has a lone surrogate, which UTF-8 cannot encode and no tokenizer accepts."""
     if text.isascii():
         return False
     try:
@@ -504,14 +505,14 @@ def _parquet(path: DataFile) -> Iterator[FileRecord]:
 
 
 def _batches(file: Any) -> Iterator[Any]:
-    """Row group by row group: of several at once Arrow would hold all bytes from the start."""
+    """Yield batches one row group at a time; over several row groups Arrow would keep all their bytes in memory."""
     for group in range(file.num_row_groups):
         yield from file.iter_batches(batch_size=1024, row_groups=[group])
 
 
 @contextlib.contextmanager
 def _parquet_file(path: DataFile) -> Iterator[Any]:
-    """The opened file. Raises UserError for what is no Parquet, also while it is read."""
+    """Open a Parquet file. Raises UserError if it is invalid, also while it is read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -520,21 +521,21 @@ def _parquet_file(path: DataFile) -> Iterator[Any]:
             yield file
     except UserError:
         raise
-    except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # names that are no text, and others
+    except (pa.ArrowException, ValueError, LookupError, ArithmeticError) as error:  # e.g. bad column names
         raise BrokenFile(f"{path}: not a valid Parquet file ({first_line(error)})") from error
 
 
 def _arrow_source(path: DataFile) -> contextlib.AbstractContextManager[Any]:
-    """What Arrow opens: a path by itself, an object of a store by the parts that it asks for."""
+    """Return what Arrow opens: a path itself, or for an object of a store a handle that reads the requested parts."""
     return path.open("rb") if isinstance(path, RemoteFile) else contextlib.nullcontext(path)
 
 
 def _arrow_rows(batch: Any) -> Iterator[Any]:
-    """The rows of a batch; in place of one that Python cannot hold, what is wrong with it."""
+    """Yield the rows of a batch; instead of a row that Python cannot represent, a message."""
     try:
         yield from batch.to_pylist()
         return
-    except (ValueError, ArithmeticError):  # not UTF-8, or a date before the year 1; and a decimal of its own
+    except (ValueError, ArithmeticError):  # invalid UTF-8, a date before year 1 or a bad decimal: find the rows below
         pass
     for row in range(batch.num_rows):
         try:
@@ -546,29 +547,29 @@ def _arrow_rows(batch: Any) -> Iterator[Any]:
 
 
 def _refuse_twins(names: Sequence[str], what: str) -> None:
-    """Raise UserError for a column that is there twice."""
+    """Raise UserError if a column name occurs twice."""
     if len(set(names)) < len(names):
         twice = min(name for name, count in Counter(names).items() if count > 1)
         raise UserError(f"{what} has the column {shortened(twice)!r} twice; rename one")
 
 
 def _of_arrow(ordinal: int, values: dict[str, Any]) -> FileRecord:
-    """A record without the keys that are null in the objects of its lists (turns, tools).
+    """Return a record without the null-valued keys of objects in its lists (turns, tools).
 
-    Arrow gives all objects of a column the keys of every other one, so an argument of one tool is there, as null, in
-    the calls of all tools. Whether a null was written cannot be told.
+    Arrow gives every object of a column the keys of all others, so an argument of one tool appears, as null, in the
+    calls of all tools. Original nulls cannot be distinguished from these.
     """
     nulls = 0
     for name, value in values.items():
         if isinstance(value, list) and isinstance(next((one for one in value if one is not None), None), dict):
             values[name], found = _without_nulls(value)
-            # what a turn itself does not have (`tool_calls`, `name`) is no loss to tell of
+            # null keys of a turn itself (`tool_calls`, `name`) are expected, so they are not counted
             nulls += found - sum(part is None for one in value if one is not None for part in one.values())
     return FileRecord(ordinal, ordinal + 1, values, nulls=nulls)
 
 
 def _without_nulls(value: Any) -> tuple[Any, int]:
-    """`value` without the keys that hold null, in every object of it, and how many they are."""
+    """Return `value` without null-valued keys in any of its objects, and the number of these keys."""
     if isinstance(value, dict):
         kept = {key: _without_nulls(part) for key, part in value.items() if part is not None}
         lost = len(value) - len(kept) + sum(count for _, count in kept.values())
@@ -580,7 +581,7 @@ def _without_nulls(value: Any) -> tuple[Any, int]:
 
 
 class HubName(NamedTuple):
-    """What `hub:NAME[CONFIG]@REVISION:SPLIT` names; all but NAME may be left out."""
+    """Parts of `hub:NAME[CONFIG]@REVISION:SPLIT`; all but NAME are optional."""
 
     source: str
     config: str | None = None
@@ -589,7 +590,7 @@ class HubName(NamedTuple):
 
     @classmethod
     def read(cls, name: str) -> HubName:
-        """Raises UserError: `name` is not of this form."""
+        """Parse `name`. Raises UserError if it does not have this form."""
         found = _HUB_NAME.fullmatch(name)
         if found is None:
             raise UserError(f"{name}: not the name of a hub data set; write {HUB_FORM}, all but NAME may be left out")
@@ -621,7 +622,7 @@ def _datasets(path: DataFile) -> Iterator[FileRecord]:
     else:
         try:
             rows = datasets.load_from_disk(name)
-        except Exception as error:  # a part that is missing or cut short, each in a kind of its own
+        except Exception as error:  # missing or truncated parts raise many exception types
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{name}: this saved data set cannot be read ({first}); save it again") from error
     if isinstance(rows, dict):
@@ -632,18 +633,18 @@ def _datasets(path: DataFile) -> Iterator[FileRecord]:
             values = next(stream)
         except StopIteration:
             return
-        except Exception as error:  # a stream may break off at any record, for reasons of the network
+        except Exception as error:  # network errors may end a stream at any record
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(f"{name}: the data set breaks off at record {ordinal + 1} ({first})") from error
         yield _of_arrow(ordinal, dict(values))
 
 
 def _opened(package: Any, given: HubName) -> Any:
-    """The rows of a hub data set, or those of each of its splits."""
+    """Open a hub data set: its rows, or a dict of rows by split."""
     config = {} if given.config is None else {"name": given.config}
     try:
         return package.load_dataset(given.source, split=given.split, revision=given.revision, streaming=True, **config)
-    except Exception as error:  # the package raises many kinds: offline, unknown name, unknown split
+    except Exception as error:  # offline, unknown name, unknown split: many exception types
         first, *others = str(error).splitlines() or [type(error).__name__]
         configs = re.findall(r"'([^']+)'", others[0]) if others and first.startswith("Config name is missing") else []
         if configs:

@@ -1,6 +1,6 @@
-"""What the label column of a task holds: a class, a set of classes, or a number; read from any value, checked, encoded.
+"""Labels of a task: a class, a set of classes, or a number; parsed from any value, checked and encoded.
 
-A value that is not of the task's kind is a bad row like any other: refused with its file:line, or skipped and counted.
+A value of the wrong kind makes the row bad: it is refused with its file:line, or skipped and counted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def read_classes(value: Any, *, separator: str) -> tuple[str, ...]:
-    """The distinct classes of a label, sorted: of a list, or of a text that `separator` divides; none is allowed.
+    """Return the sorted distinct classes of a label: of a list, or of a text split at `separator`; may be empty.
 
     Raises:
-        ValueError: null, an object, or a list with something else than names and numbers.
+        ValueError: null, an object, or a list with anything but names and numbers.
     """
     if isinstance(value, str):
         value = [part.strip() for part in value.split(separator) if part.strip()]
@@ -32,7 +32,7 @@ def read_classes(value: Any, *, separator: str) -> tuple[str, ...]:
 
 
 def read_number(value: Any) -> float:
-    """A target as a float: a finite number, or a text that is one (`"3.80"`).
+    """Convert a target to a float: a finite number, or a text that is one (`"3.80"`).
 
     Raises:
         ValueError: anything else.
@@ -56,7 +56,7 @@ def _shown(value: Any) -> str:
 
 
 def classes_of(rows: Iterable[Row]) -> Iterable[str]:
-    """Every class that the rows name, as often as they do."""
+    """Yield every class in the rows, with repetitions."""
     for row in rows:
         label = row.values.get("label")
         if isinstance(label, tuple):
@@ -66,7 +66,7 @@ def classes_of(rows: Iterable[Row]) -> Iterable[str]:
 
 
 def sort_labels(labels: Iterable[str]) -> tuple[str, ...]:
-    """Distinct labels in head order: by number if all are integers, else by name."""
+    """Return distinct labels in head order: numerically if all are integers, else by name."""
     distinct = set(labels)
     if all(label.removeprefix("-").isdecimal() for label in distinct):
         return tuple(sorted(distinct, key=lambda label: (int(label), label)))
@@ -74,10 +74,10 @@ def sort_labels(labels: Iterable[str]) -> tuple[str, ...]:
 
 
 def label_index(row: Row, label_names: Sequence[str]) -> int:
-    """The class of a row.
+    """Return the class index of a row.
 
     Raises:
-        UserError: the label is missing or not among `label_names`; names the nearest.
+        UserError: the label is missing or not in `label_names`; names the nearest.
     """
     label = row.values.get("label")
     if label is None:
@@ -89,14 +89,14 @@ def label_index(row: Row, label_names: Sequence[str]) -> int:
 
 
 def class_indices(rows: Sequence[Row], label_names: Sequence[str]) -> list[int]:
-    """The class of each row. Raises UserError as `label_index`."""
+    """Return the class index of each row. Raises UserError as `label_index`."""
     known = {name: i for i, name in enumerate(label_names)}
     found = (known.get(row.values.get("label", "")) for row in rows)
     return [at if at is not None else label_index(row, label_names) for at, row in zip(found, rows, strict=True)]
 
 
 def unknown_class(label: Any, label_names: Sequence[str], where: str) -> UserError:
-    """The sentence for a label outside the classes; it names the nearest."""
+    """Return the error for a label outside the classes; it names the nearest."""
     nearest = difflib.get_close_matches(str(label), label_names, n=1, cutoff=0.4)
     known = ", ".join(map(repr, label_names[:12])) + (", …" if len(label_names) > 12 else "")
     hint = f"nearest is {nearest[0]!r}; " if nearest else ""
@@ -104,10 +104,10 @@ def unknown_class(label: Any, label_names: Sequence[str], where: str) -> UserErr
 
 
 def several_hot(rows: Sequence[Row], label_names: Sequence[str]) -> list[tuple[int, ...]]:
-    """Each row's classes as 0 and 1 in head order, (C,); rows with the same classes share a tuple.
+    """Return each row's classes as 0 and 1 in head order, (C,); rows with the same classes share a tuple.
 
     Raises:
-        UserError: a label outside the classes, or no class at all.
+        UserError: a label outside the classes, or no classes at all.
     """
     if not label_names:
         raise UserError("no training row has a class; check data.columns.label, or name them in task.labels")
@@ -123,43 +123,44 @@ def several_hot(rows: Sequence[Row], label_names: Sequence[str]) -> list[tuple[i
     return [made[row.values["label"]] for row in rows]
 
 
-# ---------------------------------------------------------------------------------------------- units of a number
+# ---------------------------------------------------------------------------------------------------- units of a target
 
 
 @dataclass(frozen=True)
 class Units:
-    """How targets y are seen in training: (y − offset) / scale; the saved head answers in the user's own units.
+    """Standardisation of targets y for training: (y − offset) / scale; the saved head predicts in the user's own units.
 
-    The head of a backbone is linear last, so that y = offset + scale · (w·h + b) is a head again: scale·w and
-    offset + scale·b. Before a run is judged and saved, its head becomes that one (`fold_units`), in place. A head
-    without a bias (decoders in transformers have none) has no place for an offset, so there targets are only scaled.
+    The last layer of the head is linear, so y = offset + scale · (w·h + b) is again such a head, with weights scale·w
+    and bias offset + scale·b. Before a model is evaluated and saved, `fold_units` changes its head accordingly, in
+    place. A head without a bias (as of decoders in transformers) cannot hold an offset, so its targets are only scaled.
     """
 
     mean: float
-    """Of the training targets: what a model that has learnt nothing answers."""
+    """Mean of the training targets, the constant baseline."""
     offset: float = 0.0
     scale: float = 1.0
     head: str | None = None
-    """The linear layer that answers, as `offset` and `scale` are to be folded into it; None: nothing is to be."""
+    """Name of the linear output layer into which `offset` and `scale` are folded; None: nothing to fold."""
 
     def seen(self, target: float) -> float:
-        """A target as training sees it."""
+        """Return a target in training units."""
         return (target - self.offset) / self.scale
 
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The last layer of a head of one output."""
+    """Last layer of a head with one output."""
 
     name: str
     bias: bool
 
 
 def units_of(targets: Sequence[float], layer: OutputLayer | None) -> Units:
-    """The units of training `targets`; `layer`: the head that standardised ones would be folded into, None: as given.
+    """Return the units of training `targets`; `layer`: the head into which standardisation would be folded, None: do
+    not standardise.
 
-    Standardised: mean 0 and deviation 1, or, without a bias, root mean square 1. Targets that are all alike keep their
-    scale.
+    Standardised targets have mean 0 and standard deviation 1 or, without a bias, root mean square 1. Constant targets
+    keep their scale.
     """
     mean = math.fsum(targets) / len(targets)
     if layer is None:
@@ -170,9 +171,9 @@ def units_of(targets: Sequence[float], layer: OutputLayer | None) -> Units:
 
 
 def fold_units(parameters: Mapping[str, Tensor], units: Units | None) -> None:
-    """Make the head among `parameters` (by plain name) answer in the targets' own units, in place.
+    """Change the head among `parameters` (by plain name), in place, so that it predicts in the targets' own units.
 
-    Elementwise, so a shard of the head is folded like the whole of it.
+    The operation is elementwise, so it also works on a shard of the head.
     """
     import torch
 

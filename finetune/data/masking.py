@@ -1,8 +1,8 @@
-"""Which tokens of a row a masked language model does not see (Devlin et al. 1810.04805, §3.1 and appendix A).
+"""Token masking for masked language modelling (Devlin et al. 1810.04805, §3.1 and appendix A).
 
-An encoded row carries one draw, keyed by its id alone, under which it is judged whenever it is judged. In training its
-tokens are drawn anew each time the row comes up (RoBERTa's dynamic masking, Liu et al. 1907.11692, §4.1), by the row
-and how often it came up before: the same whatever else was drawn, so that a resumed run sees the same masks.
+An encoded row carries a fixed mask, keyed by its id alone, for every evaluation. In training, a new mask is drawn each
+time the row comes up (RoBERTa's dynamic masking, Liu et al. 1907.11692, §4.1), keyed by example and epoch and
+independent of all other draws, so that a resumed run sees the same masks.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ if TYPE_CHECKING:
 
 IGNORE = -100
 SPECIAL = -1
-"""The word number of a token that is never hidden."""
+"""Word number of a token that is never masked."""
 _MASKED, _REPLACED = 0.8, 0.1
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are hidden."""
+    """Random masking of tokens."""
 
     mask_id: int
     replacements: NDArray[np.int64]
-    """Tokens that a random one is drawn from: the vocabulary without special tokens."""
+    """Ids that random replacements are drawn from: the vocabulary without special tokens."""
     share: float = 0.15
     whole_words: bool = False
 
     @classmethod
     def of(cls, task: MaskedLM, tokenizer: PreTrainedTokenizerBase) -> Masking:
-        """As `task` and the tokenizer say.
+        """Return the masking for `task` and tokenizer.
 
         Raises:
-            UserError: the tokenizer has no mask token, or cannot tell which tokens are a word.
+            UserError: the tokenizer has no mask token, or cannot tell which tokens form a word.
         """
         if tokenizer.mask_token_id is None:
             raise UserError(
@@ -60,9 +60,9 @@ class Masking:
     def draw(
         self, ids: NDArray[np.int64], words: NDArray[np.int64], rng: np.random.Generator
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What the model reads, and its labels: the token where it was chosen, else −100; all (T,).
+        """Return masked ids, and labels with the original token at chosen positions and −100 elsewhere; all (T,).
 
-        ids: the row's own tokens. words: the number of the word of each token, `SPECIAL` for those never hidden.
+        ids: the row's original tokens. words: word number of each token, `SPECIAL` for those never masked.
         """
         chosen = self._chosen(words, rng)
         fate = rng.random(len(chosen))
@@ -75,12 +75,12 @@ class Masking:
     def fixed(
         self, ids: NDArray[np.int64], words: NDArray[np.int64], name: str
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The one draw under which the row of this name is judged, in every run."""
+        """Return the fixed mask for evaluation of the row with this name, the same in every run."""
         return self.draw(ids, words, numpy_generator(0, "mask", name))
 
     def _chosen(self, words: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
-        """Sorted places of the tokens to predict: ⌊share·n + ½⌋ of n, at least one; of whole words at most so many,
-        but at least the shortest."""
+        """Return sorted positions of the tokens to predict: ⌊share·n + ½⌋ of n, at least one; with whole words at
+        most that many, but at least the shortest word."""
         places = np.flatnonzero(words != SPECIAL)
         wanted = max(1, int(self.share * len(places) + 0.5))
         if not self.whole_words:
@@ -94,11 +94,11 @@ class Masking:
                 left -= int(sizes[word])
             if left <= 0:
                 break
-        if not taken:  # every word is longer than the share allows: the shortest
+        if not taken:  # every word exceeds the share: take the shortest
             taken = [int(sizes.argmin())]
         return np.sort(np.concatenate([places[first[w] : first[w] + sizes[w]] for w in taken]))
 
 
 def unmasked(read: NDArray[np.int64], labels: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The row's own tokens, back from a draw: what was hidden is in its labels."""
+    """Restore the row's original tokens, using the labels of masked ones."""
     return np.where(labels != IGNORE, labels, read)

@@ -1,6 +1,6 @@
-"""A micro-batch: what one forward pass takes, collated from encoded examples.
+"""Micro-batches: inputs of one forward pass, collated from encoded examples.
 
-Rows are padded on the right to the longest of them. Samples that share a packed row have positions 0, 1, 2, … each.
+Rows are padded on the right to the longest one. Each sample of a packed row has its own positions 0, 1, 2, ….
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreferenceTargets:
-    """What a loss of whole answers must know of the R rows of a micro-batch, each a prompt with one answer.
+    """Targets of a loss over whole answers, for R rows of a micro-batch, each a prompt with one answer.
 
-    Of pairs the rows are chosen, rejected, chosen, rejected, …
+    Pairs are in the order chosen, rejected, chosen, rejected, …
     """
 
     signs: Tensor
-    """(R,) float32: 1 of an answer that is chosen or desirable, −1 of one that is rejected or undesirable."""
+    """(R,) float32: 1 for a chosen or desirable answer, −1 for a rejected or undesirable one."""
     lengths: Tensor
-    """(R,) float32: supervised tokens."""
+    """(R,) float32: number of target tokens."""
     paired: bool
-    """Whether rows come in pairs of one prompt."""
+    """True if rows are pairs of answers to one prompt."""
     mismatched: MicroBatch | None = None
-    """The same prompts, each with an answer to the prompt of another example of the update (KTO)."""
+    """The same prompts, each with an answer to the prompt of another example of the optimizer step (KTO)."""
     reference: Tensor | None = None
-    """(R,) float32: log p of each answer under the backbone alone; None: not computed yet, or nobody asks."""
+    """(R,) float32: log p of each answer under the base model; None: not computed yet, or not needed."""
     drift: Tensor | None = None
-    """Scalar: how far the model is from the backbone, nats an answer, over the whole update (KTO's z0)."""
+    """Scalar: divergence from the base model in nats per answer, over the whole optimizer step (KTO's z0)."""
 
     def to(self, device: torch.device | str) -> PreferenceTargets:
-        """The same on another device."""
+        """Return a copy on another device."""
         tensors: dict[str, Any] = {
             name: copied(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
@@ -53,37 +53,37 @@ class PreferenceTargets:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes."""
+    """Inputs and labels of one forward pass."""
 
     inputs: dict[str, Tensor]
-    """Model keyword arguments, (B, T) int64: `input_ids`, and `attention_mask` (right padding) or, in packed rows,
-    `position_ids` instead; seq2seq has `decoder_input_ids` (B, its own T) too, whose padding needs no mask because it
-    follows what a decoder may see; where rows bring vectors along, `features` (B, K, d) float32. The model must use no
-    cache (`config.use_cache` false): packing relies on it."""
+    """Model keyword arguments, (B, T) int64: `input_ids`, and `attention_mask` (right padding) or, for packed rows,
+    `position_ids` instead. seq2seq adds `decoder_input_ids` (B, T of the decoder), whose padding needs no mask
+    because a decoder cannot attend to later positions; rows with feature vectors add `features` (B, K, d) float32.
+    The model must not use a cache (`config.use_cache` false): packing relies on it."""
     labels: Tensor
-    """(B, T) int64 aligned with `input_ids`, −100 where unsupervised (always at the first token of a causal sample), or
-    with `decoder_input_ids`; or the classes, (B,) int64; or float32: 0 and 1 of C classes (B, C), or standardised
-    targets (B,)."""
+    """(B, T) int64 aligned with `input_ids`, −100 for tokens that are no targets (always at the first token of a
+    causal sample), or aligned with `decoder_input_ids`; or classes, (B,) int64; or float32: 0 and 1 of C classes (B,
+    C), or standardised targets (B,)."""
     supervised: int
-    """Labels that the loss sums over: tokens, or examples for classification."""
+    """Number of labels that the loss sums over: tokens, or examples for classification."""
     samples: int
-    """Examples in it."""
+    """Number of examples."""
     rows: tuple[tuple[int, ...], ...]
     """Indices of the examples in each row."""
     chosen: Tensor | None = None
-    """(n,) int64: which of all B·T labels the loss sums over, ascending. The host knows it; a device that looked for
-    them would make it wait. None: not looked for yet."""
+    """(n,) int64: ascending flat indices, of B·T labels, that the loss sums over. Computed on the host, because
+    computing them on the device would synchronise. None: not computed yet."""
     padded: bool | None = None
-    """Whether a row (an encoder's, of seq2seq) is shorter than the others, which the host knows too; None: not looked
-    for."""
+    """True if a row (for seq2seq: of the encoder) is shorter than the others, also computed on the host; None: not
+    computed yet."""
     real: tuple[int, int] | None = None
-    """Its tokens on all sides without padding, and its pairs of tokens that belong to one sample (of an encoder's);
+    """Number of tokens without padding over all sides, and number of token pairs within one sample (of the encoder);
     None: not counted yet."""
     sides: PreferenceTargets | None = None
-    """Of a loss of whole answers; None for every other."""
+    """Targets of a loss over whole answers; None for any other loss."""
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on another device."""
+        """Return a copy on another device."""
         inputs = {name: copied(tensor, device) for name, tensor in self.inputs.items()}
         chosen = None if self.chosen is None else copied(self.chosen, device)
         sides = None if self.sides is None else self.sides.to(device)
@@ -91,7 +91,7 @@ class MicroBatch:
 
 
 class Collator:
-    """Makes micro-batches of examples, by their numbers: views of the columns that hold them."""
+    """Collator that builds micro-batches from example indices, with views of the columns that store the examples."""
 
     def __init__(self, examples: Sequence[Example], task: Task) -> None:
         columns = Examples.of(examples)
@@ -106,7 +106,7 @@ class Collator:
         self.is_unpaired = task.is_unpaired
         counts = columns.column("supervised")
         self.counts = np.empty(0, dtype=np.int32) if counts is None else counts
-        if task.by_answer:  # a pair is one item, or where each answer is judged by itself two
+        if task.by_answer:  # a pair counts as one, or as two if each answer has its own loss
             self.counts = np.full(len(self.lengths), 1 + (task.is_unpaired and self.rejected is not None), np.int32)
         whole = _whole_labels(columns)
         if whole is not None:
@@ -115,7 +115,7 @@ class Collator:
             self.labels, self.label_starts, _ = _part(columns, "labels")
 
     def unmasked(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """The own tokens of example i and the number of the word of each, int64 (masked-lm)."""
+        """Return the original tokens of example i and their word numbers, int64 (masked-lm)."""
         length = int(self.lengths[i])
         assert self.words is not None
         read = _run(self.ids, self.starts[i], length).astype(np.int64)
@@ -124,13 +124,13 @@ class Collator:
 
     @property
     def work(self) -> np.ndarray:
-        """Tokens of each example on all sides."""
+        """Tokens of each example over all sides."""
         return sum((part.lengths for part in (self.answers, self.rejected) if part is not None), self.lengths)
 
     def answered(self, examples: Sequence[int], others: Sequence[int], pad_id: int, multiple: int = 1) -> MicroBatch:
-        """Rows of one answer each (`PreferenceTargets`).
+        """Collate rows of one answer each (`PreferenceTargets`).
 
-        others: for each example the one whose answers stand for its own in `Sides.mismatched`.
+        others: for each example, the one whose answers replace its own in `PreferenceTargets.mismatched`.
         """
         rows = [row for i in examples for row in self._rows_of(i)]
         paired = self.rejected is not None
@@ -158,7 +158,7 @@ class Collator:
         )
 
     def _rows_of(self, i: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Ids and labels of each answer of an example with its prompt before it."""
+        """Return ids and labels of each answer of an example, including its prompt."""
         length = int(self.lengths[i])
         first = (_run(self.ids, self.starts[i], length), _run(self.labels, self.label_starts[i], length))
         return [first] if self.rejected is None else [first, self.rejected.of(i)]
@@ -167,8 +167,8 @@ class Collator:
     def _crossed(
         own: tuple[np.ndarray, np.ndarray], other: tuple[np.ndarray, np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The prompt of one row with the answer of another, as long as the longer of both: the prompt loses its left,
-        but for its first token."""
+        """Return the prompt of one row with the answer of another, at most as long as the longer row: the prompt is
+        truncated from the left, but keeps its first token."""
         (ids, labels), (foreign, foreign_labels) = own, other
         begin = int((foreign_labels != IGNORE).argmax())
         answer, marked = foreign[begin:], foreign_labels[begin:]
@@ -201,7 +201,10 @@ class Collator:
         multiple: int = 1,
         drawn: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
     ) -> MicroBatch:
-        """drawn: of each row the tokens to read and the labels, in place of its own (masked-lm)."""
+        """Collate the examples of these rows, padded to a multiple of `multiple` tokens.
+
+        drawn: ids and labels of each row that replace its own (masked-lm).
+        """
         width = max(int(self.lengths[list(row)].sum()) for row in rows)
         width = -(-width // multiple) * multiple
         shape = (len(rows), width)
@@ -223,13 +226,14 @@ class Collator:
                     labels[r, start] = IGNORE
                 if self.segments is not None:
                     segments[r, start:stop] = _run(self.segments[0], self.segments[1][i], length)
+                # restart positions at 0 for this sample
                 positions[r, start:] -= positions[r, start]
                 start = stop
             if drawn is not None:
                 ids[r, :start], labels[r, :start] = drawn[r]
             mask[r, :start] = 1
             if packed and start < width:
-                positions[r, start:] -= positions[r, start]  # padding is a sample of its own that nobody supervises
+                positions[r, start:] -= positions[r, start]  # padding becomes a separate sample without targets
         inputs = {"input_ids": torch.from_numpy(ids)}
         if packed:
             inputs["position_ids"] = torch.from_numpy(positions)
@@ -264,7 +268,8 @@ class Collator:
 
 
 def _whole_labels(columns: Examples) -> np.ndarray | None:
-    """(N,) int64 classes, (N, C) 0 and 1 of several, or (N,) float32 targets as training sees them."""
+    """Return labels of whole rows: (N,) int64 classes, (N, C) 0 and 1 (multi-label), or (N,) float32 targets in
+    training units; None if labels are per token."""
     seen = columns.seen_targets()
     if seen is not None:
         return seen.astype(np.float32)
@@ -273,7 +278,7 @@ def _whole_labels(columns: Examples) -> np.ndarray | None:
 
 
 def _part(columns: Examples, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """All tokens end to end, and where those of each example begin and how many they are."""
+    """Return all tokens concatenated, and start and number of each example's tokens."""
     found = columns.ragged(name)
     return found if found is not None else (np.empty(0, dtype=np.int32), *np.empty((2, 0), dtype=np.int64))
 
@@ -283,27 +288,27 @@ def _run(flat: np.ndarray, start: np.integer, length: int) -> np.ndarray:
 
 
 class _Rejected:
-    """The answers that are liked less, each behind its prompt, by example."""
+    """Rejected answers with their prompts, by example."""
 
     def __init__(self, columns: Examples) -> None:
         self._ids, self._starts, self.lengths = _part(columns, "rejected_ids")
         self._labels, self._label_starts, _ = _part(columns, "rejected_labels")
 
     def of(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels of example i."""
+        """Return ids and labels of example i."""
         length = int(self.lengths[i])
         return _run(self._ids, self._starts[i], length), _run(self._labels, self._label_starts[i], length)
 
 
 class _Answers:
-    """What decoders read and write, by example."""
+    """Decoder inputs and labels, by example."""
 
     def __init__(self, columns: Examples) -> None:
         self.read, self.starts, self.lengths = _part(columns, "decoder_ids")
         self.written, self.label_starts, _ = _part(columns, "labels")
 
     def collate(self, rows: Sequence[int], pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-        """Decoder inputs and labels of these examples, (B, T) int64, padded on the right."""
+        """Return decoder inputs and labels of these examples, (B, T) int64, padded on the right."""
         shape = (len(rows), int(self.lengths[rows].max()))
         ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORE, dtype=np.int64)
         for r, i in enumerate(rows):

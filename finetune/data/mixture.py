@@ -1,16 +1,16 @@
-"""Several sources in one stream of samples, in exact proportions, with nothing to remember between steps.
+"""Mixture of several sources into one stream of samples in exact proportions, without state between steps.
 
-Which source sample n comes from is decided by Tijdeman's rule ("The chairman assignment problem", Discrete Mathematics
-32, 1980). With shares w_1 … w_k that sum to 1, and c_i(n) the samples of source i among the first n,
+Tijdeman's rule ("The chairman assignment problem", Discrete Mathematics 32, 1980) decides the source of sample n. With
+shares w_1 … w_k that sum to 1, and c_i(n) the samples of source i among the first n,
 
     |c_i(n) − n w_i| ≤ 1 − 1/(2k − 2)   for every n and i,
 
-which no rule can better. (To take the source that lags most behind, as is common, does not keep it under 1.) It is
-reached by giving the j-th sample of source i (j = 0, 1, …) a first place, where it is not too early (n w_i − j ≥
-1/(2k − 2)), and a last one, before it is late, and by serving the earliest deadline first. Everything is computed in
-whole numbers, so it is the same on every machine; the sequence repeats as soon as all n w_i are whole.
+which is optimal. (The common rule, taking the source that lags most, does not keep it below 1.) The j-th sample of
+source i (j = 0, 1, …) gets a release time, before which it would be too early (n w_i − j ≥ 1/(2k − 2)), and a deadline,
+after which it is late; the earliest deadline is served first. All arithmetic is on integers, so it is the same on every
+machine; the sequence repeats at the smallest n for which all n w_i are integers.
 
-Shares of tokens instead of samples are `TokenProportions`.
+`TokenProportions` mixes by tokens instead of samples.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ..errors import UserError
 from ..seeds import numpy_generator
 
 _FARTHEST = 1e9
-"""Between the weights of two sources: as many samples as a long run has."""
+"""Maximum ratio of the weights of two sources: as many samples as a long run has."""
 _BLOCK = 1 << 12
-"""Places between two counts that are kept."""
+"""Number of samples between two stored counts."""
 
 
 def whole_parts(weights: Sequence[float]) -> list[int]:
-    """The smallest whole numbers in the proportions of `weights`.
+    """Return the smallest integers in the proportions of `weights`.
 
     Arguments:
-        weights: ≥ 0, in any unit; taken as they are written in decimals, so 0.1 is one tenth.
+        weights: ≥ 0, in any unit; read as written in decimals, so 0.1 is exactly one tenth.
     Raises:
-        UserError: a negative weight or one that is no number, none above zero, or two that are too far apart.
+        UserError: a weight that is negative or not a number, no weight above zero, or two that are too far apart.
     """
     if not all(0 <= weight < math.inf for weight in weights):
         raise UserError(f"data.train.sources: weights must be numbers ≥ 0, got {', '.join(map(str, weights))}")
@@ -62,25 +62,25 @@ def whole_parts(weights: Sequence[float]) -> list[int]:
 
 
 class MixtureSchedule:
-    """Which of k sources each sample came from, n = 0, 1, 2, …; 4 bytes a sample."""
+    """Source of each sample n = 0, 1, 2, … among k sources; 4 bytes per sample."""
 
     def __init__(self, k: int) -> None:
         self._places = array("i")
-        self._blocks = [np.zeros(k, dtype=np.int64)]  # counts before every _BLOCK-th place
+        self._blocks = [np.zeros(k, dtype=np.int64)]  # counts before every _BLOCK-th sample
 
     def __len__(self) -> int:
         return len(self._places)
 
     def append(self, source: int) -> None:
-        """The next sample is of this source."""
+        """Append the source of the next sample."""
         self._places.append(source)
 
     def at(self, places: np.ndarray | slice) -> np.ndarray:
-        """The sources at these places, int64."""
+        """Return the sources at these positions, int64."""
         return np.frombuffer(self._places, dtype=np.intc)[places].astype(np.int64)
 
     def counts(self, n: int) -> np.ndarray:
-        """How many of the first n samples came from each source, (k,) int64."""
+        """Return the number of samples of each source among the first n, (k,) int64."""
         block = n // _BLOCK
         while len(self._blocks) <= block:
             begin = (len(self._blocks) - 1) * _BLOCK
@@ -92,7 +92,7 @@ class MixtureSchedule:
 
 
 class Proportions:
-    """Which of k sources the n-th sample comes from, n = 0, 1, 2, …"""
+    """Source of the n-th sample, n = 0, 1, 2, …, in proportions of samples."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         """
@@ -102,7 +102,7 @@ class Proportions:
             UserError: as `whole_parts`.
         """
         self.parts = whole_parts(weights)
-        """Samples of each source in a period."""
+        """Samples of each source per period."""
         self.period = sum(self.parts)
         self._turns = MixtureSchedule(len(weights))
         self._served = [0] * len(weights)
@@ -112,34 +112,34 @@ class Proportions:
 
     @property
     def shares(self) -> list[float]:
-        """The proportions; they sum to 1."""
+        """Shares of the sources; they sum to 1."""
         return [part / self.period for part in self.parts]
 
     def sources(self, first: int, stop: int) -> np.ndarray:
-        """The sources of samples first ≤ n < stop, (stop − first,) int64."""
+        """Return the sources of samples first ≤ n < stop, (stop − first,) int64."""
         if stop <= first:
             return np.empty(0, dtype=np.int64)
         self._extend(min(stop, self.period))
         return self._turns.at(np.arange(first, stop) % self.period)
 
     def counts(self, n: int) -> np.ndarray:
-        """c_i(n): how many of the first n samples come from each source, (k,) int64."""
+        """Return c_i(n), the number of samples of each source among the first n, (k,) int64."""
         rounds, place = divmod(n, self.period)
         self._extend(place)
         return self._turns.counts(place) + rounds * np.array(self.parts)
 
     @property
     def _slack(self) -> int:
-        """2k − 2 over the sources that have a weight; 2 for one alone, where any number does."""
+        """2k − 2 for k sources with nonzero weight; 2 for a single source, for which any value works."""
         return max(2 * sum(part > 0 for part in self.parts) - 2, 2)
 
     def _release(self, source: int, sample: int) -> int:
-        """The first n, from 1, with n w − sample ≥ 1/(2k − 2)."""
+        """Return the first n, from 1, with n w − sample ≥ 1/(2k − 2)."""
         slack = self._slack
         return -(-self.period * (sample * slack + 1) // (self.parts[source] * slack))
 
     def _deadline(self, source: int, sample: int) -> int:
-        """The last n with n w − sample ≤ 1 − 1/(2k − 2)."""
+        """Return the last n with n w − sample ≤ 1 − 1/(2k − 2)."""
         slack = self._slack
         return self.period * ((sample + 1) * slack - 1) // (self.parts[source] * slack)
 
@@ -155,59 +155,60 @@ class Proportions:
 
 
 _AT_ONCE = 1 << 12
-"""Lengths that are Python numbers at once, ten times as large as in their array."""
+"""Lengths converted to Python integers at a time; these take ten times the memory of the array."""
 Lengths = Callable[[int], np.ndarray]
-"""The tokens of each sample of epoch e of a source, in the order of that epoch, (size,)."""
+"""Function that returns the tokens of each sample of a source's epoch e, in the order of that epoch, (size,)."""
 
 
 class TokenProportions:
-    """Which of k sources the n-th sample comes from, n = 0, 1, 2, …, so that tokens are in proportion.
+    """Source of the n-th sample, n = 0, 1, 2, …, in proportions of tokens.
 
-    Samples are of unlike lengths, so Tijdeman's rule, which counts them, says nothing of tokens. This is WF²Q, which
-    shares a line among packets (Bennett & Zhang, "WF²Q: Worst-case Fair Weighted Fair Queueing", INFOCOM 1996). With
-    shares w_1 … w_k that sum to 1, T(n) the tokens of the first n samples, c_i(n) those of source i among them, L_i its
-    longest sample and L the longest of all,
+    Samples differ in length, so Tijdeman's rule, which counts samples, does not control tokens. This is WF²Q, a rule
+    for sharing a network link among packets (Bennett & Zhang, "WF²Q: Worst-case Fair Weighted Fair Queueing", INFOCOM
+    1996). With shares w_1 … w_k that sum to 1, T(n) the tokens of the first n samples, c_i(n) those of source i among
+    them, L_i its longest sample and L the longest of all,
 
         −L ≤ c_i(n) − T(n) w_i ≤ (1 − w_i) L_i   for every n and i.
 
-    A sample with S tokens of its source before it may not come before T w_i ≥ S; of those that may, the one comes whose
-    end, (S + its length) / w_i, is the earliest. Everything is computed in whole numbers, the same on every machine.
+    A sample with S tokens of its source before it is eligible once T w_i ≥ S; of the eligible ones, the one with the
+    smallest end (S + its length) / w_i is next. All arithmetic is on integers, the same on every machine.
 
-    The sequence never repeats, as every epoch has an order of its own: to ask for sample n takes 4 bytes and a few
-    microseconds for each sample up to it, once.
+    The sequence never repeats, because every epoch has its own order: reaching sample n takes 4 bytes and a few
+    microseconds for each sample before it, once.
     """
 
     def __init__(self, weights: Sequence[float], lengths: Sequence[Lengths]) -> None:
         """
         Arguments:
-            weights: as of `flatshift.finetune.data.mixture.Proportions`.
-            lengths: of each source; every sample has a token.
+            weights: as for `flatshift.finetune.data.mixture.Proportions`.
+            lengths: of each source; every sample has at least one token.
         Raises:
             UserError: as `whole_parts`.
         """
         self.parts = whole_parts(weights)
         self._whole = sum(self.parts)
         self._common = math.lcm(*(part for part in self.parts if part))
-        self._scale = [self._common // part if part else 0 for part in self.parts]  # 1 / w_i, in units of all
+        self._scale = [self._common // part if part else 0 for part in self.parts]  # 1 / w_i in integer units
         self._lengths = [_endless(one) for one in lengths]
         self._turns = MixtureSchedule(len(self.parts))
         self._total = 0
         self._served = [0] * len(self.parts)  # tokens
-        self._waiting = [(0, i) for i, part in enumerate(self.parts) if part]  # by where the next sample may begin
-        self._ready: list[tuple[int, int, int]] = []  # by where it would end, with its length
+        # (T at which the next sample becomes eligible, source); times are scaled to integers
+        self._waiting = [(0, i) for i, part in enumerate(self.parts) if part]
+        self._ready: list[tuple[int, int, int]] = []  # (end of the sample, source, its length)
 
     @property
     def shares(self) -> list[float]:
-        """The proportions of tokens; they sum to 1."""
+        """Shares of tokens; they sum to 1."""
         return [part / self._whole for part in self.parts]
 
     def sources(self, first: int, stop: int) -> np.ndarray:
-        """The sources of samples first ≤ n < stop, (stop − first,) int64."""
+        """Return the sources of samples first ≤ n < stop, (stop − first,) int64."""
         self._extend(stop)
         return self._turns.at(slice(first, stop)) if first < stop else np.empty(0, dtype=np.int64)
 
     def counts(self, n: int) -> np.ndarray:
-        """How many of the first n samples come from each source, (k,) int64."""
+        """Return the number of samples of each source among the first n, (k,) int64."""
         self._extend(n)
         return self._turns.counts(n)
 
@@ -232,7 +233,7 @@ def _endless(lengths: Lengths) -> Iterator[int]:
 
 
 class Epochs:
-    """The samples of one source without end: every epoch has them all, in an order of its own."""
+    """Endless samples of one source: every epoch has all of them, in its own order."""
 
     def __init__(self, size: int, seed: int, *names: str) -> None:
         self.size = size
@@ -240,14 +241,14 @@ class Epochs:
         self._orders: dict[int, np.ndarray] = {}
 
     def order(self, e: int) -> np.ndarray:
-        """The samples of epoch e, (size,) int64: a permutation keyed by derive(seed, "order", *names, e)."""
+        """Return the samples of epoch e, (size,) int64: a permutation keyed by derive(seed, "order", *names, e)."""
         if e not in self._orders:
             self._orders = {k: v for k, v in self._orders.items() if k == e - 1}
             self._orders[e] = numpy_generator(self._seed, "order", *self._names, e).permutation(self.size)
         return self._orders[e]
 
     def draw(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Samples first ≤ n < stop and the epoch that each belongs to, both (stop − first,) int64."""
+        """Return samples first ≤ n < stop and the epoch of each, both (stop − first,) int64."""
         epochs, places = np.divmod(np.arange(first, stop), self.size)
         drawn = np.empty_like(places)
         for e in range(first // self.size, -(-stop // self.size)):
@@ -256,44 +257,44 @@ class Epochs:
         return drawn, epochs
 
     def counts(self, n: int) -> np.ndarray:
-        """Samples of each source among the first n: here all of one."""
+        """Return the number of samples of each source among the first n: all of the only one."""
         return np.array([n])
 
     @property
     def around(self) -> float:
-        """After how many samples the first of them comes again, at the earliest on average."""
+        """Number of samples per epoch."""
         return self.size
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """How the examples of a stage are made up: those of each source lie one behind another."""
+    """Composition of a stage's examples, which are concatenated by source."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
     sizes: tuple[int, ...]
-    """Examples of each source, at least one."""
+    """Number of examples of each source, at least one."""
     strict: frozenset[str] = frozenset()
-    """Sources that may not begin again (`when_over: refuse`)."""
+    """Sources that must not start a second epoch (`when_over: refuse`)."""
     weigh: Literal["rows", "tokens"] = "rows"
-    """What the weights are shares of: samples, or their tokens."""
+    """Unit of the weights: samples, or their tokens."""
 
     def __post_init__(self) -> None:
-        """Raises UserError: a source without an example."""
+        """Raise UserError for a source without examples."""
         for name, size in zip(self.names, self.sizes, strict=True):
             if size < 1:
                 raise UserError(f"data.train.sources.{name} has no usable row; give it rows, or weight 0")
 
 
 class Mixed:
-    """The samples of a mixture without end. Epochs are those of each source."""
+    """Endless samples of a mixture; each source has its own epochs."""
 
     def __init__(self, mixture: Mixture, seed: int, lengths: np.ndarray | None = None) -> None:
         """
         Arguments:
-            lengths: tokens of each example, (N,), where those are weighed.
+            lengths: tokens of each example, (N,), if weights are shares of tokens.
         Raises:
-            UserError: weights that are none.
+            UserError: invalid weights.
         """
         self.mixture = mixture
         self._sources = [Epochs(size, seed, name) for name, size in zip(mixture.names, mixture.sizes, strict=True)]
@@ -308,7 +309,7 @@ class Mixed:
             self._proportions = TokenProportions(mixture.weights, ordered)
 
     def draw(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `Epochs.draw`, over the examples of all sources."""
+        """Return samples and epochs as `Epochs.draw`, over the examples of all sources."""
         source_of = self._proportions.sources(first, stop)
         before = self._proportions.counts(first)
         drawn, epochs = np.empty_like(source_of), np.empty_like(source_of)
@@ -321,21 +322,22 @@ class Mixed:
         return drawn, epochs
 
     def counts(self, n: int) -> np.ndarray:
-        """Samples of each source among the first n, (k,) int64."""
+        """Return the number of samples of each source among the first n, (k,) int64."""
         return self._proportions.counts(n)
 
     @property
     def shares(self) -> list[float]:
-        """Each source's share of the samples; where tokens are weighed, on average."""
+        """Each source's share of the samples; on average if weights are shares of tokens."""
         rates = [share / mean for share, mean in zip(self._proportions.shares, self._means, strict=True)]
         return [rate / sum(rates) for rate in rates]
 
     @property
     def around(self) -> float:
-        """After how many samples the first source begins again; where tokens are weighed, on average."""
+        """Number of samples until the first source starts its second epoch; on average if weights are shares of
+        tokens."""
         return min(size / share for size, share in zip(self.mixture.sizes, self.shares, strict=True) if share)
 
 
 def _ordered(lengths: np.ndarray, source: Epochs, e: int) -> np.ndarray:
-    """Tokens of each sample of a source's epoch e, in its order."""
+    """Return the tokens of each sample of a source's epoch e, in its order."""
     return np.asarray(lengths[source.order(e)])

@@ -1,13 +1,13 @@
-"""Label noise: a known share of wrong labels, to see what a model does with them.
+"""Label noise: a known share of wrong labels, to study their effect on a model.
 
 - rows with a class: another class (`noisy_rows`)
-- rows with an answer in words: the answer of a row that has another one (`foreign_answers`)
-- rows with two answers: the other one is called the better (`exchanged_rows`)
+- rows with an answer in words: the answer of a row with a different one (`foreign_answers`)
+- rows with two answers: chosen and rejected are swapped (`exchanged_rows`)
 - plain texts, whose every token is a label: the row's tokens in random order (`shuffled_examples`)
 
-In all of them ⌊rate·n + ½⌋ of n rows are drawn, and those at a larger rate include those at a smaller one, with the
-same wrong labels. The draw depends on n: where only a part of the rows is used, draw over all of them first, and every
-part has the same noise.
+All of them draw ⌊rate·n + ½⌋ of n rows, and the rows drawn at a larger rate include those of a smaller one, with the
+same wrong labels. The draw depends on n: to use only part of the rows, draw over all of them first, so that every part
+has the same noise.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: in
         raise UserError(f"data.label_noise: {rate} needs another class to replace a label by, and there is only one")
     rng = numpy_generator(seed, "label-noise")
     flipped = rng.permutation(len(labels))[:flips]
+    # Draw a shift for every label, so that the wrong class does not depend on the rate.
     shift = rng.integers(1, max(num_labels, 2), size=len(labels))
     noisy = np.asarray(labels, dtype=np.int64).copy()
     noisy[flipped] = (noisy[flipped] + shift[flipped]) % num_labels
@@ -56,12 +57,12 @@ def label_noise(labels: Sequence[int], *, rate: float, num_labels: int, seed: in
 def noisy_rows(
     rows: Sequence[Row], *, rate: float, label_names: Sequence[str], seed: int
 ) -> tuple[list[Row], list[str]]:
-    """The rows with `label_noise` in their `label` column (before encoding, so templates see it too).
+    """Apply `label_noise` to the rows' `label` column (before encoding, so that templates see it too).
 
     Returns:
         The new rows, and the ids of those whose label was replaced.
     Raises:
-        UserError: as `label_noise`; or a label that is not among `label_names`.
+        UserError: as `label_noise`; or a label that is not in `label_names`.
     """
     from .labels import label_index
 
@@ -78,10 +79,10 @@ def noisy_rows(
 def foreign_answers(
     rows: Sequence[Row], *, columns: Sequence[str], rate: float, seed: int
 ) -> tuple[list[Row], list[str]]:
-    """The rows with, in a share of them, the answer of another row that answers differently, drawn uniformly of those.
+    """Replace the answer of a share of the rows by that of another row with a different answer, drawn uniformly.
 
     Arguments:
-        columns: where the answer is; all of them are taken from the same other row.
+        columns: columns of the answer; all of them are taken from the same other row.
     Returns:
         The new rows, and the ids of those whose answer was replaced.
     Raises:
@@ -99,9 +100,10 @@ def foreign_answers(
     group = np.array([known[answer] for answer in answers])
     sizes = np.bincount(group)
     by_group = np.argsort(group, kind="stable")
-    after = np.cumsum(sizes)[group]  # where in `by_group` the rows with another answer begin, going round
+    after = np.cumsum(sizes)[group]  # start of the rows with another answer in `by_group`, cyclically
     rng = numpy_generator(seed, "label-noise")
     flipped = sorted(rng.permutation(len(rows))[:flips].tolist())
+    # Draw a donor for every row, so that it does not depend on the rate.
     donor = by_group[(after + rng.integers(0, len(rows) - sizes[group])) % len(rows)]
     new = list(rows)
     for i in flipped:
@@ -113,7 +115,7 @@ def foreign_answers(
 def exchanged_rows(
     rows: Sequence[Row], *, exchange: Callable[[Row], Row], rate: float, seed: int
 ) -> tuple[list[Row], list[str]]:
-    """The rows with, in a share of them, the opposite label, which `exchange` gives a row.
+    """Give a share of the rows the opposite label, by `exchange`.
 
     Returns:
         The new rows, and the ids of those whose label was replaced.
@@ -131,12 +133,12 @@ def exchanged_rows(
 def shuffled_examples(
     examples: Sequence[Example], *, rate: float, fixed: Collection[int], seed: int, pool: Sequence[str] | None = None
 ) -> tuple[list[Example], list[str]]:
-    """Encoded texts with, in a share of them, the supervised tokens in another order: the same words, nothing to learn
-    but the row itself. A text that was drawn and has no two different tokens stays as it is.
+    """Shuffle the target tokens of a share of encoded texts: the same words, with nothing to learn except the row
+    itself. A drawn text without two different tokens is unchanged.
 
     Arguments:
-        fixed: tokens that keep their place (the special ones).
-        pool: ids of the rows that `examples` are a part of, over which the draw is; None: of `examples` themselves.
+        fixed: tokens that keep their position (special tokens).
+        pool: ids of all rows, which include those of `examples`, over which to draw; None: `examples` only.
     Returns:
         The new examples, and the ids of those that were shuffled.
     Raises:

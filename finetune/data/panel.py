@@ -1,4 +1,4 @@
-"""The first batch as the model sees it, with the supervised tokens marked: the cheapest check that exists."""
+"""First-batch panel: the first batch as the model sees it, with target tokens marked, to check the data at a glance."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ OPEN, CLOSE = "⟦", "⟧"
 
 @dataclass(frozen=True)
 class Span:
-    """A run of decoded tokens that are all supervised, or all not."""
+    """Run of decoded tokens that are all target tokens, or all not."""
 
     text: str
     supervised: bool
 
 
 def panel_spans(micro: MicroBatch, tokenizer: PreTrainedTokenizerBase) -> list[list[Span]]:
-    """One list of spans for every sample of the batch, padding left out, special tokens shown.
+    """Return a list of spans for every sample of the batch, without padding but with special tokens.
 
-    The samples of a packed row come apart at the restarts of `position_ids`. What an encoder reads is followed by an
-    arrow and what its decoder writes.
+    Samples of a packed row are separated at the restarts of `position_ids`. For an encoder-decoder, the encoder's input
+    is followed by an arrow and the decoder's output.
     """
     ids = micro.inputs["input_ids"].tolist()
     labels = micro.labels.tolist()
     shown: list[list[Span]] = []
     decoder = "decoder_input_ids" in micro.inputs
-    whole = micro.labels.ndim == 1 or micro.labels.is_floating_point()  # a class, classes or a target of the row
+    # labels of whole rows: a class, classes or a target
+    whole = micro.labels.ndim == 1 or micro.labels.is_floating_point()
     for row, samples in enumerate(micro.rows):
         for start, stop in _samples(micro, row, len(samples)):
             if decoder or whole:
@@ -56,7 +57,7 @@ def _samples(micro: MicroBatch, row: int, samples: int) -> list[tuple[int, int]]
         return [(0, int(micro.inputs["attention_mask"][row].sum()))]
     positions = micro.inputs["position_ids"][row].tolist()
     starts = [i for i, position in enumerate(positions) if position == 0]
-    # A restart beyond the last sample is the padding.
+    # A restart after the last sample is padding.
     return list(zip(starts, [*starts[1:], len(positions)], strict=True))[:samples]
 
 
@@ -66,7 +67,7 @@ def _spans(ids: list[int], marks: list[bool], tokenizer: PreTrainedTokenizerBase
     edges = [i for i in range(1, len(ids)) if marks[i] != marks[i - 1]] + [len(ids)]
     start = 0
     for edge in edges:
-        # Decoded from the beginning, as some tokenizers drop the space before the first word they are given.
+        # Decode from the start each time, because some tokenizers drop the space before the first word.
         text = str(tokenizer.decode(ids[:edge]))
         spans.append(
             Span(text[len(shown) :] if text.startswith(shown) else str(tokenizer.decode(ids[start:edge])), marks[start])
@@ -85,13 +86,13 @@ def first_batch_panel(
     samples: int = 3,
     width: int = 600,
 ) -> str:
-    """The first `samples` of the batch decoded, supervised tokens as ⟦…⟧, at most `width` characters each; of answers
-    that are judged, + before one that is chosen or desirable, − before another, and both of a pair.
+    """Return the first `samples` of the batch decoded, with target tokens as ⟦…⟧, at most `width` characters each. For
+    preference data both answers of a pair are shown, with + before a chosen or desirable answer and − before any other.
 
-    label_names: classes in head order. units: of a regression's targets, which are shown in their own.
+    label_names: classes in head order. units: of a regression's targets, which are shown in their own units.
 
     Raises:
-        UserError: the batch has no supervised token.
+        UserError: the batch has no target token.
     """
     if micro.supervised == 0:
         raise UserError("the first batch has no supervised token, so there is nothing to learn; check task and columns")
@@ -120,7 +121,7 @@ def _real_tokens(micro: MicroBatch) -> int:
 
 
 def _shorten(text: str, width: int) -> str:
-    """The ends of a long text, its marks closed and opened again around the gap."""
+    """Return both ends of a long text, with marks closed and reopened around the gap."""
     if len(text) <= width:
         return text
     head, tail = text[: width // 2], text[-width // 2 :]

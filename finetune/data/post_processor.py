@@ -1,7 +1,7 @@
-"""A tokenizer that itself puts special tokens around a text as training did: what is handed on with a model.
+"""Post-processor that makes a saved tokenizer add the special tokens used in training.
 
-Many tokenizers of decoders add none, where training begins every row with the beginning of sequence; a model that is
-asked through such a tokenizer reads rows that it never saw.
+Many tokenizers of decoders add none, although training starts every row with the beginning-of-sequence token; called
+with such a tokenizer, a model would read rows unlike any it was trained on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 def encodes_as(tokenizer: PreTrainedTokenizerBase, specials: Specials, *, pairs: bool) -> bool:
-    """Whether the tokenizer puts just these tokens around a text and, with `pairs`, between and around two."""
+    """Return True if the tokenizer adds exactly these tokens around a text and, with `pairs`, between and around
+    two."""
     a, b = plain_ids(tokenizer, "a"), plain_ids(tokenizer, "b")
     one = [*specials.prefix, *a, *specials.suffix]
     two = [*specials.prefix, *a, *specials.middle, *b, *specials.pair_suffix]
@@ -25,10 +26,10 @@ def encodes_as(tokenizer: PreTrainedTokenizerBase, specials: Specials, *, pairs:
 
 
 def adopt(tokenizer: PreTrainedTokenizerBase, specials: Specials, *, pairs: bool) -> None:
-    """Make the tokenizer, in place, put these tokens around texts and pairs, also when it is saved and read again.
+    """Make the tokenizer, in place, add these tokens around texts and pairs, also after it is saved and loaded.
 
-    One that does so (with a text alone, where no `pairs` are read) is left as it is, and so is one without a backend
-    of the `tokenizers` library, which has no post-processor: whoever saves it compares.
+    It is unchanged if it already does (for single texts only, unless `pairs`), or if it has no backend of the
+    `tokenizers` library and so no post-processor: the caller compares after saving.
     """
     if encodes_as(tokenizer, specials, pairs=pairs) or not tokenizer.is_fast:
         return
@@ -37,7 +38,7 @@ def adopt(tokenizer: PreTrainedTokenizerBase, specials: Specials, *, pairs: bool
     backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
     around = (*specials.prefix, *specials.middle, *specials.suffix, *specials.pair_suffix)
     names = dict(zip(around, tokenizer.convert_ids_to_tokens(list(around)), strict=True))
-    # A template is written as words with `:` and `$`; a token with such a sign gets another name in it.
+    # `:`, `$` and spaces have a meaning in the template language, so tokens that contain them get another name.
     called = {i: f"token-{i}" if {":", "$", " "} & set(name) else name for i, name in names.items()}
     second = specials.segments[1] if specials.segments else 0
     one = [*_words(specials.prefix, called, 0), "$A:0"]
@@ -47,6 +48,7 @@ def adopt(tokenizer: PreTrainedTokenizerBase, specials: Specials, *, pairs: bool
         pair=two,
         special_tokens=[{"id": called[i], "ids": [i], "tokens": [name]} for i, name in names.items()],
     )
+    # Keep an existing byte-level part, which adjusts offsets; the template replaces everything else.
     trims = _trims_offsets(backend.post_processor)
     kept = [] if trims is None else [processors.ByteLevel(trim_offsets=trims)]
     backend.post_processor = processors.Sequence([*kept, template]) if kept else template
@@ -57,7 +59,8 @@ def _words(tokens: tuple[int, ...], called: dict[int, str], segment: int) -> Ite
 
 
 def _trims_offsets(processor: Any) -> bool | None:
-    """What a byte-level part says of offsets, all in which it differs from none; None without such a part."""
+    """Return `trim_offsets` of the byte-level part, the only setting in which it differs from none; None without
+    such a part."""
     state = {} if processor is None else json.loads(processor.__getstate__())
     for part in state.get("processors", [state]):
         if "trim_offsets" in part:

@@ -1,7 +1,9 @@
-"""Rows of a prompt with two answers, one of them liked better, or with one that is or is not to be had more of.
+"""Encoding of preference rows: a prompt with a chosen and a rejected answer, or with one desirable or undesirable
+answer.
 
-Both answers of a pair follow the same context, so the prompt is cut for the longer of them. In conversations a pair is
-two of them that differ in the assistant's last turn (`flatshift.finetune.data.chat`), and both lose their right end.
+Both answers of a pair follow the same context, so the prompt is truncated to fit the longer one. In chat form, a pair
+is two conversations that differ in the assistant's last turn (`flatshift.finetune.data.chat`), and both are truncated
+from the right.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ _ANY_LENGTH = 1 << 40
 CHOSEN, REJECTED = "chosen", "rejected"
 
 Ids = tuple[list[int], list[int]]
-"""Tokens of a prompt with an answer, and its labels."""
+"""Ids of a prompt with an answer, and their labels."""
 
 
 def answers_of(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, ...], bool | None]:
-    """The answers of a row, chosen before rejected; or its only one, and whether it is desirable.
+    """Return the answers of a row, chosen before rejected; or its only one, and whether it is desirable.
 
-    single: whether a row may have one.
+    single: True if a row may have a single answer.
     Raises:
-        ValueError: neither is there, or an answer without a label.
+        ValueError: answers are missing, or a single one has no label.
     """
     if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:
         return (values[CHOSEN], values[REJECTED]), None
@@ -47,12 +49,12 @@ def answers_of(values: Mapping[str, Any], *, single: bool) -> tuple[tuple[Any, .
 
 
 def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
-    """The turns of a prompt and an answer of it; each may be a text or a list of turns, an answer a turn too, and it
-    may have its prompt in it again.
+    """Return the turns of a prompt with one answer. Each may be a text or a list of turns, an answer also a single
+    turn; it may repeat the prompt.
 
-    other: the other answer, whose turns in common are the prompt's.
+    other: the other answer; turns that both have in common are the prompt's.
     Raises:
-        ValueError: an answer of several turns, or of none.
+        ValueError: an answer with several turns, or none.
     """
     prompt = row.values.get("prompt")
     turns = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -70,7 +72,7 @@ def conversation(row: Row, answer: Any, other: Any = None) -> list[Any]:
 
 
 class PreferenceEncoder:
-    """Takes rows a run at a time, as `flatshift.finetune.data.encoding.RowEncoder` does."""
+    """Encoder of preference rows in chunks, with the interface of `flatshift.finetune.data.encoding.RowEncoder`."""
 
     def __init__(
         self,
@@ -83,10 +85,11 @@ class PreferenceEncoder:
         overlong: Literal["drop", "refuse"] | None = None,
         **how: Any,
     ) -> None:
-        """Arguments as of `flatshift.finetune.data.encoding.encode`. Raises UserError as those of completions and
-        chats."""
+        """Take the arguments of `flatshift.finetune.data.encoding.encode`. Raises UserError as the encoders of
+        completions and chats."""
         self.task, self.max_length = task, max_length
         self._how = {"bad_rows": bad_rows, "overlong": overlong}
+        # Encode conversations without a limit and collect bad ones: `_shortened` truncates both sides of a pair alike.
         self._chat = (
             ChatEncoder(task.as_chat, tokenizer, _ANY_LENGTH, bad_rows="skip", truncation=truncation, room=max_length)
             if task.chat
@@ -99,7 +102,8 @@ class PreferenceEncoder:
         self._form = ""
 
     def add(self, rows: Iterable[Row]) -> Encoded:
-        """The examples of these rows, and what was cut or left out of them. Raises UserError as `encode`."""
+        """Encode these rows; return the examples and the counts of dropped and truncated ones. Raises UserError as
+        `encode`."""
         rest = DroppedRows(self._how["bad_rows"] or "refuse", self._how["overlong"], self.max_length)
         examples: list[Example] = []
         for chunk in chunks(rows, _CHUNK):
@@ -120,7 +124,7 @@ class PreferenceEncoder:
         return rest.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
-        """What there is to know of all rows, a sentence each."""
+        """Return notes on all rows, one sentence each."""
         notes = [prompt_form(self._form)] if self._form else []
         if self._pairs:
             notes.append(f"{self._pairs:,} pairs of answers, known by the columns chosen and rejected")
@@ -131,11 +135,11 @@ class PreferenceEncoder:
         return tuple(notes)
 
     def reads_key(self, key: str) -> bool:
-        """True if the template knows a key of turns (chat)."""
+        """Return True if the chat template uses a key of turns (chat)."""
         return self._chat is not None and self._chat.reads_key(key)
 
     def _one_kind(self, example: Example) -> bool:
-        """Count an example; whether it is of another kind than those before."""
+        """Count an example; return True if earlier examples are of the other kind (pairs or single answers)."""
         single = example.rejected_ids is None
         if self._pairs if single else self._single:
             return True
@@ -146,7 +150,7 @@ class PreferenceEncoder:
     # ------------------------------------------------------------------------------------------------------------ texts
 
     def _texts(self, rows: Sequence[Row]) -> list[tuple[Example, Truncation] | str]:
-        """The example of each row whose prompt and answers are texts, or why there is none."""
+        """Return the example of each row whose prompt and answers are texts, or why it has none."""
         prompt, answer = self.task.templates()
         filled: list[tuple[list[str], bool | None] | str] = []
         for row in rows:
@@ -190,7 +194,10 @@ class PreferenceEncoder:
     def _fitted(
         self, row: Row, texts: Sequence[str], batch: Any, place: int, desirable: bool | None
     ) -> tuple[Example, Truncation] | str:
-        """texts: prompt and answers, whose tokens lie in the batch from `place` on."""
+        """Build an example from texts.
+
+        texts: prompt and answers, whose tokens are in the batch from index `place` on.
+        """
         to = self._text
         prompt, *answers = batch["input_ids"][place : place + len(texts)]
         prefix = list(to.specials.prefix)
@@ -264,7 +271,7 @@ class PreferenceEncoder:
     def _shortened(
         self, row: Row, talks: Sequence[Example], desirable: bool | None
     ) -> tuple[Example, Truncation] | str:
-        """Conversations without the right end that does not fit."""
+        """Build an example from conversations, truncated from the right."""
         limit = self.max_length
         whole = [(one.input_ids, one.labels) for one in talks if isinstance(one.labels, list)]
         sides: list[Ids] = [(ids[:limit], labels[:limit]) for ids, labels in whole]
@@ -285,7 +292,7 @@ def _example(row: Row, sides: Sequence[Ids], size: int, desirable: bool | None) 
 
 
 def exchanged(row: Row) -> Row:
-    """The row with its answers the other way round, or its label."""
+    """Return the row with its answers swapped, or its label negated."""
     values = row.values
     if values.get(CHOSEN) is not None and values.get(REJECTED) is not None:
         other = {CHOSEN: values[REJECTED], REJECTED: values[CHOSEN]}

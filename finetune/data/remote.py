@@ -1,11 +1,12 @@
-"""Objects of a store (`s3://`, `gs://`, `hf://`, `https://`: what fsspec knows), read as files are.
+"""Objects in a store (`s3://`, `gs://`, `hf://`, `https://`, through fsspec), read like files.
 
     for file in find("s3://bucket/pool/*.jsonl.gz"):
         with file.open() as handle:
             ...
 
-An object is read by ranges, never fetched whole first. What its first opening in this process saw is what every later
-one must see. Credentials and endpoints are those of the store's own client: its variables and files.
+An object is read by ranges and never downloaded as a whole. Every later opening in this process must see the same
+version as the first. Credentials and endpoints are those of the store's own client: its environment variables and
+files.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from ..errors import UserError, first_line
 _T = TypeVar("_T")
 
 BLOCK = 1 << 23
-"""Bytes of one request: few enough to hold, many enough that a request costs little beside what is read by it."""
+"""Bytes per request: small enough for memory, large enough to make the overhead of a request negligible."""
 _WAITS = (0.5, 2.0, 5.0)
-"""Seconds before a request is made again."""
+"""Seconds to wait before each retry of a request."""
 _ASKS_ONCE = ("http", "https")
-"""Where fsspec makes a request once; the clients of the other stores wait and ask again themselves."""
+"""Schemes for which fsspec does not retry; the clients of the other stores retry themselves."""
 _INSTALL = {
     **dict.fromkeys(("s3", "s3a", "http", "https"), "'flatshift[remote]'"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
@@ -45,23 +46,23 @@ _CREDENTIALS = {
     "hf": "set HF_TOKEN, or run `hf auth login`",
 }
 SCHEMES = frozenset((*_INSTALL, *_CREDENTIALS, "memory"))
-"""Kinds of stores; fsspec knows others, whose clients want more than an address, or list and read in ways of their own.
-`memory` is of this process alone."""
+"""Supported kinds of stores. Clients of other fsspec stores need more than an address, or list and read differently.
+`memory` exists only within this process."""
 _MARKS = {
     "etag": ("ETag", "etag", "blob_id", "md5Hash", "Content-MD5", "content_md5"),
     "version_id": ("VersionId", "generation", "version_id"),
     "modified": ("LastModified", "Last-Modified", "last_modified", "updated", "mtime", "created"),
 }
-"""What stores call what they tell of an object's version."""
+"""Keys under which stores report the version of an object."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """An object of a store, with what a reader asks of a `Path`."""
+    """Object in a store, with the parts of the `Path` interface that readers use."""
 
     url: str
     size: int | None = field(default=None, compare=False)
-    """Bytes, where the store tells."""
+    """Size in bytes, if the store reports it."""
 
     def __str__(self) -> str:
         return self.url
@@ -78,23 +79,24 @@ class RemoteFile:
         return True
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """Its bytes, requested block by block.
+        """Open the object for reading, block by block.
 
-        Raises UserError, also while it is read: it is not there, may not be read, is not the object of the first
-        opening, or its store does not answer.
+        Raises UserError, also during reading: it does not exist, is not readable, has changed since its first opening,
+        or its store does not answer.
         """
         assert mode == "rb"
         store, path = open_store(self.url)
         with translate_store_errors(self.url):
+            # No fsspec cache: the BufferedReader below already requests whole blocks.
             handle = with_retries(self.url, lambda: store.open(path, "rb", block_size=BLOCK, cache_type="none"))
             about = getattr(handle, "details", None) or {}
-            if not _marks(about):  # a client that asked for no more than the size, or nothing
+            if not _marks(about):  # some clients fetch only the size, or nothing
                 about = with_retries(self.url, lambda: store.info(path))
         _same(self.url, about)
         return io.BufferedReader(_Blocks(self.url, handle), BLOCK)
 
     def digest(self) -> tuple[str, int]:
-        """SHA-256 and bytes; read once in a process where the store tells of versions."""
+        """Return SHA-256 and bytes; read only once per process if the store reports versions."""
         store, path = open_store(self.url)
         with translate_store_errors(self.url):
             mark = _same(self.url, with_retries(self.url, lambda: store.info(path)))
@@ -110,31 +112,31 @@ class RemoteFile:
 
     @property
     def version(self) -> dict[str, str]:
-        """`etag`, `version_id` and `modified` of the first opening, those that the store tells."""
+        """`etag`, `version_id` and `modified` at the first opening, as far as the store reports them."""
         return _SEEN[self.url].told
 
 
 DataFile = Path | RemoteFile
-"""A file of this machine or of a store."""
+"""A local file or an object in a store."""
 
 
 class _Seen(NamedTuple):
     mark: str | None
-    """What another content has another of: the etag, else when it was made."""
+    """Value that changes with the content: the etag, else the modification time."""
     size: int | None
     told: dict[str, str]
 
 
 _SEEN: dict[str, _Seen] = {}
-"""What the store told of each object when it was first opened."""
+"""Version of each object at its first opening."""
 _DIGESTS: dict[str, tuple[str, int]] = {}
 
 
 def find(name: str) -> tuple[list[RemoteFile], bool]:
-    """The objects that an address names, in the order that local ones have; and whether it names a directory.
+    """Return the objects for an address, in the order of local files; and whether it is a directory.
 
-    An address is that of an object, a pattern, or a directory, of which all entries but directories are given.
-    Raises UserError: there is none (with the nearest), or the store refuses or does not answer.
+    An address names an object, a pattern, or a directory, whose entries except directories are returned.
+    Raises UserError: there is none (names the nearest), or the store refuses access or does not answer.
     """
     store, path = open_store(name)
     pattern = glob.has_magic(_page(name) if scheme(name) in _ASKS_ONCE else name)
@@ -154,7 +156,7 @@ def find(name: str) -> tuple[list[RemoteFile], bool]:
             found = with_retries(name, lambda: store.ls(path, detail=True))
     files = _in_order(store, found)
     if about is None and not path.rpartition("/")[2].startswith("."):
-        files = [file for file in files if not file.name.startswith(".")]  # a star means no hidden ones
+        files = [file for file in files if not file.name.startswith(".")]  # * does not match hidden files
     if about is None and not files:
         raise UserError(f"{name}: no object matches this pattern")
     return files, about is not None
@@ -170,7 +172,7 @@ def _in_order(store: Any, found: Iterable[Mapping[str, Any]]) -> list[RemoteFile
 
 
 class _Blocks(io.RawIOBase):
-    """The bytes of an open object; what goes wrong is told in one sentence."""
+    """Raw bytes of an open object, with errors converted to one sentence."""
 
     def __init__(self, url: str, handle: Any) -> None:
         self._url, self._handle, self._at = url, handle, 0
@@ -198,10 +200,11 @@ class _Blocks(io.RawIOBase):
         return len(data)
 
     def _part(self, size: int) -> bytes:
-        self._handle.seek(self._at)  # also after a request that failed, and where a store shares its handles
+        self._handle.seek(self._at)  # the position is undefined after a failed request or if the store shares handles
         data = bytes(self._handle.read(size))
         there = getattr(self._handle, "size", None)
-        if there is not None and len(data) < min(size, there - self._at):  # else one would ask for the rest for ever
+        # A short read that is not the end would make the reader request the rest forever.
+        if there is not None and len(data) < min(size, there - self._at):
             raise UserError(
                 f"{self._url}: the store gives {self._at + len(data):,} bytes of the {there:,} that it says there are; "
                 "fetch it to this machine, or see to the server"
@@ -215,7 +218,7 @@ class _Blocks(io.RawIOBase):
 
 
 def _same(url: str, about: Mapping[str, Any]) -> str | None:
-    """The mark of an object. Raises UserError for one that is not as it was at its first opening."""
+    """Return the version mark of an object. Raises UserError if it has changed since its first opening."""
     said = _marks(about)
     now = _Seen(said.get("etag") or said.get("modified"), about.get("size"), said)
     first = _SEEN.setdefault(url, now)
@@ -225,7 +228,7 @@ def _same(url: str, about: Mapping[str, Any]) -> str | None:
 
 
 def _marks(about: Mapping[str, Any]) -> dict[str, str]:
-    """What a store tells of an object's version, by our names."""
+    """Return the version fields that a store reports, under our names."""
     return {
         name: str(value).strip('"')
         for name, keys in _MARKS.items()
@@ -239,15 +242,15 @@ def _changed(url: str) -> UserError:
     )
 
 
-# -------------------------------------------------------------------------------------------------- stores and refusals
+# ---------------------------------------------------------------------------------------------------- stores and errors
 
 
 class _NotThere(UserError):
-    """No such object or bucket."""
+    """The object or bucket does not exist."""
 
 
 def scheme(url: str) -> str:
-    """The kind of store of an address: `s3`."""
+    """Return the scheme of an address, such as `s3`."""
     return url.partition("://")[0].lower()
 
 
@@ -256,12 +259,13 @@ def _known() -> str:
 
 
 def _page(url: str) -> str:
-    """An address of the web without what follows its path."""
+    """Return a web address without query and fragment."""
     return url.partition("?")[0].partition("#")[0]
 
 
 def open_store(url: str) -> tuple[Any, str]:
-    """The fsspec file system of an address and the path in it. Raises UserError for one that this machine lacks."""
+    """Return the fsspec file system of an address and the path in it. Raises UserError for one not supported on this
+    machine."""
     kind = scheme(url)
     if kind not in SCHEMES:
         raise UserError(f"{url}: {kind}:// is no kind of store; known are {_known()}; copy it to this machine")
@@ -277,7 +281,7 @@ def open_store(url: str) -> tuple[Any, str]:
 
 
 def with_retries(url: str, ask: Callable[[], _T]) -> _T:
-    """What `ask` gives, asked again after waits where the store's client does not do so itself."""
+    """Return the result of `ask`, with retries if the store's client has none of its own."""
     for wait in _WAITS if scheme(url) in _ASKS_ONCE else ():
         try:
             return ask()
@@ -290,7 +294,7 @@ def with_retries(url: str, ask: Callable[[], _T]) -> _T:
 
 @contextlib.contextmanager
 def translate_store_errors(url: str, *, writes: bool = False) -> Iterator[None]:
-    """Turn what the clients of stores raise, each in kinds of its own, into one sentence."""
+    """Convert the many exception types of store clients into one sentence."""
     try:
         yield
     except (UserError, MemoryError):
@@ -323,7 +327,7 @@ def _refusal(url: str, error: Exception, writes: bool) -> UserError:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and what it came from, the first cause last."""
+    """Return an error and its causes; the root cause is last."""
     chain = [error]
     while (cause := chain[-1].__cause__) is not None:
         chain.append(cause)
@@ -331,7 +335,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _silent(chain: Iterable[BaseException]) -> bool:
-    """Whether no answer came, or one of a server in trouble: what may pass."""
+    """Return True for errors that may be transient: no answer, or one from an overloaded or failing server."""
     return any(
         isinstance(one, ConnectionError | TimeoutError)
         or any(word in type(one).__name__ for word in ("Connect", "Timeout", "Payload", "IncompleteRead"))
@@ -341,11 +345,12 @@ def _silent(chain: Iterable[BaseException]) -> bool:
 
 
 def _nearest(store: Any, name: str, path: str) -> str:
-    """The nearest name beside one that is not there, as the end of a sentence; "" where the store lists none."""
+    """Return a hint with the nearest existing name, as the end of a sentence; a general one if the store cannot
+    list."""
     parent = path.rstrip("/").rpartition("/")[0]
     try:
         names = [str(about["name"]).rstrip("/") for about in store.ls(parent, detail=True)]
-    except Exception:  # it may not be listed: then there is no more to say
+    except Exception:  # listing may be forbidden
         return "; check the name"
     close = difflib.get_close_matches(path.rstrip("/"), names, n=1, cutoff=0.5)
     return f"; did you mean {store.unstrip_protocol(close[0])}?" if close else "; check the name"

@@ -1,10 +1,10 @@
-"""Rows of user data: files in, `Row`s with canonical columns out, each knowing its file:line.
+"""Rows of user data: reads files into `Row`s with canonical columns, each with its file:line.
 
     for row in read_rows(["train.jsonl.xz"], required=("text", "label")):
         row.values["text"], row.values["label"], row.id, row.where
 
-Reading streams: memory does not grow with the number of rows, except by about 10 bytes for each *given* id and a bit
-for each row without one: what finding a repeated one costs.
+Reading streams: memory does not grow with the number of rows, except for about 10 bytes per *given* id and one bit per
+row without one, to detect repeated ids.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ FORMS = {
 TWO_TURNS = tuple(FORMS)[-2:]
 """Forms of a user's turn and the assistant's."""
 PROMPTS = {"Orca": ("question", "system"), "Alpaca": ("instruction", "input", "system"), "ShareGPT": ("conversations",)}
-"""Other people's columns that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first tells
-it."""
+"""Columns of other formats that stand for the `prompt` of a pair of answers, `chosen` and `rejected`; the first one
+identifies the format."""
 PAIRS = {
     "question and answer": ("question", "answer"),
     "instruction and output": ("instruction", "output"),
@@ -56,13 +56,15 @@ PAIRS = {
     "input and output": ("input", "output"),
     "text and label": ("text", "label"),
 }
-"""Other people's columns that stand for `prompt` and `completion`; `input` or `context` stand below an instruction."""
+"""Columns of other formats that stand for `prompt` and `completion`; `input` or `context` is appended to an
+instruction."""
 SHARED = "what both answers begin with"
-"""The form of pairs without any such column."""
+"""Form of pairs without a prompt column."""
 
 
 def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
-    """The columns that `messages` (turns), or else `prompt` and `completion`, are read from in rows of this form."""
+    """Return the columns from which `messages` (turns), or else `prompt` and `completion`, are read in rows of this
+    form."""
     if turns:
         return FORMS.get(form, ())
     beside = ("input", "context") if form.startswith("instruction") else ()
@@ -71,31 +73,31 @@ def form_columns(form: str, *, turns: bool) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One usable record."""
+    """A usable record."""
 
     values: dict[str, Any]
-    """Canonical `text`, `text2`, `label` (a string, or what the task's `read_label` makes of it), `messages`, `tools`,
-    `system` and `id` where the record has them, beside all its own columns."""
+    """Canonical `text`, `text2`, `label` (a string, or the result of the task's `read_label`), `messages`, `tools`,
+    `system` and `id`, if the record has them, and all its other columns."""
     id: str
     """The given id, or `<file index>-<line>`, both 0-based (line: ordinal of the record for CSV and Parquet)."""
     where: str
     """`path:line`, 1-based, for messages."""
     record: dict[str, Any] = field(default_factory=dict, repr=False)
-    """The record as it was read."""
+    """The record as read."""
     index: int = 0
-    """0-based position among all records of all files, bad ones included: the row of the user's own features."""
+    """0-based position among all records of all files, including bad ones: the row in the user's own feature arrays."""
     nulls: int = 0
-    """As `Record.nulls`."""
+    """Number of removed null-valued keys (`FileRecord.nulls`)."""
     form: str = ""
-    """Source of `messages` or `prompt`, where the record has no such column: a name of `FORMS`, `PROMPTS` or
-    `PAIRS`, or `SHARED`."""
+    """Source of `messages` or `prompt` if the record has no such column: a key of `FORMS`, `PROMPTS` or `PAIRS`, or
+    `SHARED`."""
 
 
 def canonical_label(value: Any) -> str:
-    """A class as a string: `1`, `1.0` and `"1"` are `"1"`; `True` is `"True"`; text stays as it is.
+    """Return a class as a string: `1`, `1.0` and `"1"` become `"1"`; `True` becomes `"True"`; text is unchanged.
 
     Raises:
-        ValueError: null, empty, not finite, no text in Unicode, or a list or object.
+        ValueError: null, empty, not finite, not valid Unicode, or a list or object.
     """
     if isinstance(value, str):
         if not value:
@@ -127,25 +129,26 @@ def read_rows(
     used: Sequence[str] = (),
     named: Mapping[str, str] | None = None,
 ) -> Iterator[Row]:
-    """Stream the rows of `files` in flag order.
+    """Yield the rows of `files`, in the given order.
 
-    A row is bad when its record is malformed, or a required column is missing, null or of the wrong type (`text` and
+    A row is bad if its record is malformed, or a required column is missing, null or of the wrong type (`text` and
     `text2` must be strings, `label` a name or a number). Unless it is required, a null column counts as absent.
 
     Arguments:
-        columns: which of the record's columns are `text`, `text2`, `label`, `messages`, `tools`, `system` and `id`.
-        required: canonical or own column names that every row must have.
-        bad_rows: refuse the first bad row, or skip them all. Of several files one that breaks off then counts as one
-            bad row, behind the records that could be read; a file that is alone is refused.
+        columns: names of the record's columns for `text`, `text2`, `label`, `messages`, `tools`, `system` and `id`.
+        required: canonical or other column names that every row must have.
+        bad_rows: refuse the first bad row, or skip them all. If one of several files breaks off, its rest then counts
+            as one bad row after the readable records; a single file is refused.
         skipped: receives `file:line: reason` of every skipped row.
-        setting: where the user named the columns, for messages.
-        first: stop after so many rows, without reading on; None: at the end.
-        label: makes a row's label of a record's (`Objective.read_label`), or raises ValueError.
-        used: names that a row may lack; where `columns` names one otherwise than by default, one row must not.
-        named: columns of the record's own that likewise one row must have, and where the user named each.
+        setting: setting with which the user named the columns, for messages.
+        first: stop after this many rows, without reading further; None: read all.
+        label: converts a record's label to a row's (`BaseTask.read_label`), or raises ValueError.
+        used: optional columns; if `columns` gives one of them a name other than the default, at least one row must have
+            it.
+        named: other columns that at least one row must have, each with the setting in which the user named it.
 
     Raises:
-        UserError: a bad row (unless skipped), a file that cannot be read, an id given twice, fewer rows than `first`, a
+        UserError: a bad row (unless skipped), a file that cannot be read, a repeated id, fewer rows than `first`, a
             column of `used` or `named` that no row has (after the last row).
     """
     reader = _Reader(columns or Columns(), tuple(required), setting, label)
@@ -198,7 +201,8 @@ def read_rows(
 
 
 def _unbroken(path: DataFile, skipped: list[str] | None) -> Iterator[FileRecord]:
-    """The records of `path`, one of several, up to where it breaks off; that is noted as a bad one."""
+    """Yield the records of `path`, one of several files, up to the point where it breaks off; record that as a bad
+    row."""
     good = 0
     try:
         for record in records(path):
@@ -210,7 +214,7 @@ def _unbroken(path: DataFile, skipped: list[str] | None) -> Iterator[FileRecord]
 
 
 class _Reader:
-    """Maps the columns of a record to the canonical ones and checks them."""
+    """Reader that maps the columns of a record to canonical ones and checks them."""
 
     def __init__(
         self,
@@ -230,12 +234,12 @@ class _Reader:
         self.form, self._first_row = "", True
 
     def values(self, record: FileRecord) -> dict[str, Any]:
-        """The row's values; ValueError says what is wrong with the record."""
+        """Return the row's values. Raises ValueError with the reason if the record is bad."""
         if record.problem:
             raise ValueError(record.problem)
         values = dict(record.values)
         bridged = self._bridge(record.values) if self.bridged else None
-        # Read every canonical column from the record itself: a mapping may swap two of them.
+        # Read every canonical column from the record, not from `values`, because a mapping may swap two of them.
         for name, own in self.names.items():
             value = record.values.get(own) if bridged is None or name != "messages" else bridged
             if name == "id":
@@ -256,7 +260,7 @@ class _Reader:
         return values
 
     def _bridge(self, record: dict[str, Any]) -> Any:
-        """The turns of a record that has another form of `FORMS`; None: it has not, or its own `messages`."""
+        """Return the turns of a record in a form of `FORMS`; None if it has none, or has its own `messages`."""
         there = [form for form, (tell, *_) in FORMS.items() if record.get(tell) is not None]
         own = record.get("messages") is not None
         dolly = record.get("output") is None and any(record.get(name) is not None for name in ("response", "context"))
@@ -266,7 +270,7 @@ class _Reader:
         elif len(there) > 1 and (answered := [form for form in there if record.get(FORMS[form][1]) is not None]):
             there = answered
         if "TRL" in there and (own or len(there) > 1) and record.get("completion") is None:
-            there.remove("TRL")  # a prompt alone also stands beside conversations, as their first turn
+            there.remove("TRL")  # a lone prompt may repeat the first turn of a conversation
         if not own and not there:
             return None
         if own + len(there) > 1:
@@ -287,7 +291,7 @@ class _Reader:
         return record["conversations"] if form else None
 
     def _one_form(self, form: str, called: Mapping[str, str]) -> None:
-        """Note the form of the first row; refuse another one behind it."""
+        """Remember the form of the first row; refuse rows of another form."""
         if self._first_row:
             self.form, self._first_row = form, False
         elif form != self.form:
@@ -296,8 +300,8 @@ class _Reader:
             )
 
     def _prompted(self, values: dict[str, Any]) -> dict[str, Any]:
-        """`prompt`, `chosen` and `rejected` of a record of pairs in any form of `PROMPTS`, or `prompt` and `completion`
-        of one in any form of `PAIRS`; else nothing."""
+        """Return `prompt`, `chosen` and `rejected` of a record of pairs in a form of `PROMPTS`, or `prompt` and
+        `completion` of one in a form of `PAIRS`; else nothing."""
         if values.get("chosen") is None or values.get("rejected") is None:
             return self._completed(values)
         there = [form for form, (tell, *_) in PROMPTS.items() if values.get(tell) is not None]
@@ -320,7 +324,7 @@ class _Reader:
         return {"prompt": [{"role": "system", "content": said[0]}, {"role": "user", "content": asked}]}
 
     def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
-        """`prompt`, and `completion` where there is one, of a record that has other columns for them."""
+        """Return `prompt`, and `completion` if there is one, of a record that has other columns for them."""
         forms = pairs_in(values, answered="completion" in self.required)
         forms = [
             form for form in forms if form != "text and label" or (forms == [form] and "label" not in self.required)
@@ -345,7 +349,7 @@ class _Reader:
 
     def _checked(self, name: str, own: str, value: Any) -> Any:
         if name in ("messages", "tools"):
-            return value  # a structure of its own: flatshift.finetune.data.chat
+            return value  # checked in flatshift.finetune.data.chat
         if name == "label":
             try:
                 return self.label(value)
@@ -380,20 +384,21 @@ class _Reader:
 
 
 def pairs_in(record: Mapping[str, Any], *, answered: bool = True) -> list[str]:
-    """The forms of `PAIRS` that a record has, one for each prompt; answered: with their answers."""
+    """Return the forms of `PAIRS` that a record has, one for each prompt column; answered: only with an answer."""
     found = [
         form
         for form, (asked, answer) in PAIRS.items()
         if record.get(asked) is not None and (record.get(answer) is not None or not answered)
     ]
-    if any(form.startswith("instruction") for form in found):  # its input is no prompt
+    if any(form.startswith("instruction") for form in found):  # its `input` is part of the prompt, not a prompt
         found = [form for form in found if not form.startswith("input")]
     return list({PAIRS[form][0]: form for form in reversed(found)}.values())[::-1]
 
 
 def _alpaca(record: dict[str, Any]) -> list[dict[str, str]]:
-    """The turns of `instruction[, input][, output][, history]`: an input stands below its instruction, a blank line
-    between; earlier turns are pairs of the user's and the assistant's; without an output they wait for an answer."""
+    """Return the turns of `instruction[, input][, output][, history]`. An input is appended to its instruction after
+    a blank line; earlier turns are pairs of user and assistant; without an output, the last user turn waits for an
+    answer."""
     said = {name: record.get(name) for name in ("instruction", "input", "output")}
     for name, value in said.items():
         if value is not None and not isinstance(value, str):
@@ -447,8 +452,8 @@ def _template_flags(record: Mapping[str, Any]) -> str:
 
 
 def _prompt_and_completion(record: dict[str, Any]) -> list[Any]:
-    """The turns of `prompt[, completion]`, each a text or a list of turns (JSON text too); of a prompt none is
-    supervised."""
+    """Return the turns of `prompt[, completion]`, each a text or a list of turns (also as JSON text). Turns of the
+    prompt are not trained on."""
     prompt, answer = (
         _turns_of(record.get(name), role) for name, role in (("prompt", "user"), ("completion", "assistant"))
     )
@@ -470,7 +475,7 @@ def _is_answer(turn: Any) -> bool:
 
 
 def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those of these columns that hold a text that is not empty."""
+    """Return the non-empty texts in these columns."""
     found = {name: values.get(name) for name in names}
     for name, value in found.items():
         if value is not None and not isinstance(value, str):
@@ -479,13 +484,13 @@ def _texts_of(values: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 
 def shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
-    """`prompt, chosen, rejected` of two answers that have their prompt in them: the turns that both begin with, or of
-    texts the words."""
+    """Split two answers that include their prompt into `prompt, chosen, rejected`: the prompt is the common leading
+    turns, or for texts the common leading words."""
     if type(chosen) is not type(rejected) or not isinstance(chosen, list | str):
         return {}
     same = next((i for i, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), None)
     same = min(len(chosen), len(rejected)) if same is None else same
-    if isinstance(chosen, str):  # not inside of a word, and the space belongs to the answer
+    if isinstance(chosen, str):  # do not split words; the space belongs to the answer
         while same and not chosen[same - 1 : same].isspace():
             same -= 1
         same = len(chosen[:same].rstrip(" "))
@@ -495,7 +500,7 @@ def shared_prompt(chosen: Any, rejected: Any) -> dict[str, Any]:
 
 
 def missing_column(own: str, record: Iterable[str], place: str | None = None) -> str:
-    """The sentence for a column that a record does not have: the nearest one, or all that are there.
+    """Return the message for a missing column: names the nearest one, or all that exist.
 
     place: the setting that names it.
     """
@@ -506,8 +511,8 @@ def missing_column(own: str, record: Iterable[str], place: str | None = None) ->
 
 
 def canonical_values(record: dict[str, Any], columns: Columns, required: tuple[str, ...] = ("text",)) -> dict[str, Any]:
-    """The `values` of the row that `read_rows` makes of this record. Raises ValueError that says what is wrong with
-    it."""
+    """Return the `values` of the row that `read_rows` makes of this record. Raises ValueError with the reason if it
+    is bad."""
     return _Reader(columns, required).values(FileRecord(0, 0, record))
 
 
@@ -528,12 +533,13 @@ def _refuse_half_pair(value: str, own: str) -> None:
 
 
 def _refuse_twice(given: str, where: str, paths: Sequence[DataFile], reader: _Reader) -> None:
-    """Raise with both places of a repeated id; only hashes were kept, so the first place is looked up again."""
+    """Raise UserError with both places of a repeated id. Only hashes were kept, so the first place is found by
+    reading again."""
     for file_index, path in enumerate(paths):
         for record in records(path):
             first = f"{path}:{record.place}"
             if first == where:
-                return  # two ids with one hash, not a repetition
+                return  # a hash collision, not a repeated id
             try:
                 own = reader.values(record).get("id")
             except ValueError:
@@ -544,13 +550,13 @@ def _refuse_twice(given: str, where: str, paths: Sequence[DataFile], reader: _Re
 
 
 def require_rows(rows: Iterable[Row], *, files: Sequence[str], what: str, skipped: Sequence[str] = ()) -> list[Row]:
-    """All rows, at least one.
+    """Return all rows as a list, at least one.
 
     Arguments:
-        what: what they are for, as in the sentence "no WHAT rows".
+        what: their purpose, as in the sentence "no WHAT rows".
 
     Raises:
-        UserError: there is none; says whether the files are empty or every row was skipped.
+        UserError: there is none; says if the files are empty or every row was skipped.
     """
     rows = list(rows)
     if rows:
@@ -564,7 +570,7 @@ def require_rows(rows: Iterable[Row], *, files: Sequence[str], what: str, skippe
 
 
 def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_Any]:
-    """The rows that come first in a shuffle keyed by `seed`, in their original order.
+    """Return the first `limit` rows of a shuffle keyed by `seed`, in their original order.
 
     With the same rows and seed, a larger limit contains every smaller one. `limit=None` keeps all.
 
@@ -581,19 +587,18 @@ def limit_rows(rows: Sequence[_Any], limit: int | None, *, seed: int) -> list[_A
     return [rows[i] for i in sorted(order[:limit].tolist())]
 
 
-# ------------------------------------------------------------------------------------------------ ids that came before
+# --------------------------------------------------------------------------------------------------------- repeated ids
 
 _BATCH = 1 << 16
 _BY_PLACE = re.compile(r"(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
 
 
 class SeenIds:
-    """Which ids there were before, as hashes: 8 to 16 bytes each instead of the hundred that a set of strings takes.
+    """Set of ids already seen, stored as hashes: 8 to 16 bytes each instead of the hundred bytes of a set of strings.
 
-    The last `batch` of them are compared at once, older ones when the batch is full, and at the end.
-
-    So `add` names a repetition that lies at most `batch` ids back at once; a longer way back it is named later, by
-    `add` of another id or by `finish`. What is named is every id whose hash came before: hardly ever another id.
+    `add` compares with the last up to `batch` ids immediately; older ones are compared when the batch is full, and at
+    the end. A repetition further back is thus reported later, by `add` of another id or by `finish`. Every id whose
+    hash was seen before is reported, so in rare cases one that is not repeated.
     """
 
     def __init__(self, batch: int = _BATCH):
@@ -602,7 +607,7 @@ class SeenIds:
         self._runs: list[np.ndarray] = []
 
     def add(self, given: str, where: str) -> list[tuple[str, str]]:
-        """Note the id `given` at `where`; returns (id, where) of those that are now known to have come before."""
+        """Add the id `given` at `where`; return (id, where) of the ids now found to be repeated."""
         key = hash(given)
         if key in self._fresh:
             return [(given, where)]
@@ -610,7 +615,7 @@ class SeenIds:
         return self.finish() if len(self._fresh) >= self.batch else []
 
     def finish(self) -> list[tuple[str, str]]:
-        """Compare what was not compared yet; as `add`."""
+        """Compare all pending ids; return as `add`."""
         fresh = np.fromiter(self._fresh, dtype=np.int64, count=len(self._fresh))
         fresh.sort()
         again: set[int] = set()
@@ -619,7 +624,7 @@ class SeenIds:
             again.update(fresh[run[place] == fresh].tolist())
         found = [noted for key, noted in self._fresh.items() if key in again]
         self._fresh = {}
-        # Runs of one size are merged into one of twice the size: each hash is moved a few times only.
+        # Merge runs of similar size, so that each hash is moved only a logarithmic number of times.
         while self._runs and len(self._runs[-1]) <= len(fresh):
             fresh = np.concatenate([self._runs.pop(), fresh])
             fresh.sort()
@@ -629,14 +634,14 @@ class SeenIds:
 
 
 def looks_unnamed(given: str) -> bool:
-    """Whether a record without an id may be named like this: `<file index>-<line>`."""
+    """Return True if the id has the form of an automatic one: `<file index>-<line>`."""
     return _BY_PLACE.fullmatch(given) is not None
 
 
 class AutoIds:
-    """Which records had no id, a bit for each line of each file.
+    """Set of records without an id, stored as one bit per line of each file.
 
-    imitated: whether a given id looked like the name of such a record; before that none can be like one to come.
+    imitated: True once a given id looked like an automatic one; before that, no given id can collide with one.
     """
 
     def __init__(self) -> None:
@@ -644,14 +649,15 @@ class AutoIds:
         self._bits: dict[int, bytearray] = {}
 
     def add(self, file_index: int, line: int) -> None:
-        """Note that the record of this line, 0-based, has no id."""
+        """Record that the record of this 0-based line has no id."""
         bits = self._bits.setdefault(file_index, bytearray())
         if line // 8 >= len(bits):
             bits.extend(bytes(line // 8 + 1 - len(bits)))
         bits[line // 8] |= 1 << line % 8
 
     def named(self, given: str) -> bool:
-        """Whether a record noted so far has this name; notes an imitation."""
+        """Return True if a record added so far has this automatic id; sets `imitated` if the id has the automatic
+        form."""
         if (found := _BY_PLACE.fullmatch(given)) is None:
             return False
         self.imitated = True

@@ -1,4 +1,4 @@
-"""Templates over a row's columns, and what is cut when a sample is too long."""
+"""Templates over a row's columns, and truncation rules for examples that are too long."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .rows import Row, canonical_label, missing_column
 
 
 class Template:
-    """A text with `{column}` places; `{{` and `}}` are literal braces."""
+    """A text with `{column}` placeholders; `{{` and `}}` are literal braces."""
 
     def __init__(self, text: str, flag: str) -> None:
-        """Raises UserError for unbalanced braces, empty places, and conversions or formats."""
+        """Raise UserError for unbalanced braces, empty placeholders, and conversions or formats."""
         self.parts: list[tuple[str, str | None]] = []
         try:
             for literal, name, form, conversion in string.Formatter().parse(text):
@@ -28,10 +28,10 @@ class Template:
         self.columns = tuple(dict.fromkeys(name for _, name in self.parts if name is not None))
 
     def fill(self, row: Row, **instead: str) -> str:
-        """The text for `row`, with columns replaced by `instead` where given.
+        """Return the text for `row`, with columns replaced by `instead` where given.
 
         Raises:
-            ValueError: a column that the row lacks, or that holds a list, an object or half a character.
+            ValueError: a column that the row lacks, or that holds a list, an object or a lone surrogate.
         """
         return "".join(literal + self._value(row, name, instead) for literal, name in self.parts)
 
@@ -60,11 +60,11 @@ def fit_completion(
     reserve: int = 0,
     left: bool = True,
 ) -> tuple[list[int], list[int], bool]:
-    """Context and answer of at most `max_length` tokens together, and whether anything was cut.
+    """Return context and answer of at most `max_length` tokens in total, and whether anything was truncated.
 
-    The prompt loses its left first (its right, if `left` is false); the answer loses its right only when it does not
-    fit beside the prefix (or beside one token of the prompt, where there is no prefix: an answer needs something to
-    follow). The prompt leaves room for an answer of `reserve` tokens even when this one is shorter.
+    The prompt is truncated first, from the left (from the right if `left` is false); the answer is truncated from the
+    right only if it does not fit with the prefix (or, without a prefix, with one token of the prompt, because something
+    must precede an answer). The prompt leaves room for an answer of `reserve` tokens even if this one is shorter.
     """
     least = len(prefix) or min(len(prompt), 1)
     kept = list(answer[: max_length - least])
@@ -74,9 +74,10 @@ def fit_completion(
 
 
 def longest_first(a: int, b: int, room: int) -> tuple[int, int]:
-    """Lengths ≤ a, ≤ b with a sum ≤ room: the longer loses until both are equal, then both lose (tokenizers' rule).
+    """Return lengths ≤ a, ≤ b with a sum ≤ room: truncate the longer until both are equal, then both (the rule of
+    tokenizers).
 
-    An odd token goes to the longer text, to the second if both are as long.
+    An odd token goes to the longer text, or to the second if both are equally long.
     """
     if a + b <= room:
         return a, b

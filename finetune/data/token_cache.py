@@ -1,8 +1,8 @@
-"""Encoded rows on disk, named by the content they were made of.
+"""On-disk cache of encoded rows, keyed by the content they were made from.
 
-An entry is a directory of column files (`flatshift.finetune.data.columns`) with an `about.json` that holds the size and
-CRC-32 of each. Its name is a digest of all that the tokens depend on, so an entry is never out of date: what changed
-has another name. It appears whole or not at all. One that does not match its sums is made again.
+An entry is a directory of column files (`flatshift.finetune.data.columns`) with an `about.json` that holds size and
+CRC-32 of each. Its name is a digest of everything that the tokens depend on, so an entry never becomes stale: changed
+inputs have another name. Entries are written atomically. An entry that does not match its checksums is rebuilt.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ _FILES = "files"
 
 
 class CacheError(Exception):
-    """The cache's directory cannot be written to; says where and why."""
+    """The cache directory cannot be written to; says where and why."""
 
 
 class _OfTheInput(Exception):
-    """Carries an OSError that reading the input raised past those of the cache itself."""
+    """Wrapper that carries an OSError from reading the input past the handler for errors of the cache itself."""
 
 
 class Damaged(Exception):
-    """An entry that is not what was written."""
+    """An entry differs from what was written."""
 
 
 @dataclass(frozen=True)
 class CachedTokens:
-    """An entry, and what is known of it."""
+    """A cache entry with its metadata."""
 
     folder: Path
     about: dict[str, Any]
     notes: list[str]
-    """What a user should know about how it was come by."""
+    """Notes for the user on how the entry was obtained."""
 
 
 class TokenCache:
-    """Entries in one directory, for any number of runs and ranks at the same time."""
+    """Cache entries in one directory, safe for concurrent runs and ranks."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     def get(self, key: str, make: Callable[[Path], dict[str, Any]]) -> CachedTokens:
-        """The entry of `key`; one that is not there, or damaged, is made, by one process while the others wait.
+        """Return the entry of `key`; one that is missing or damaged is built by one process while the others wait.
 
-        make: writes the entry's files into the directory it is given and returns what is to be known of it.
+        make: writes the entry's files into the given directory and returns its metadata.
 
         Raises:
-            CacheError: the directory cannot be written to. And what `make` raises.
+            CacheError: the directory cannot be written to. And whatever `make` raises.
         """
         with _named(self.root):
             return self._get(key, make)
@@ -73,7 +73,7 @@ class TokenCache:
             if folder.is_dir():
                 return CachedTokens(folder, _checked(folder), [f"token cache: read from {folder}"])
         except (Damaged, FileNotFoundError):
-            pass  # judged again below, where nobody else is at work on it
+            pass  # checked again below, under the lock
         self.root.mkdir(parents=True, exist_ok=True)
         with _alone(self.root / f".{ENTRY}{key}.lock") as alone:
             notes = []
@@ -82,8 +82,8 @@ class TokenCache:
                     return CachedTokens(folder, _checked(folder), [f"token cache: read from {folder}"])
             except (Damaged, FileNotFoundError) as error:
                 notes.append(f"token cache: {folder} is damaged ({error}) and was made again")
-            if alone:  # else a temporary may be another's work
-                for leftover in self.root.glob(f".{ENTRY}{key}.*.tmp"):  # of a process that was killed at this
+            if alone:  # without a lock, a temporary directory may be another process's work
+                for leftover in self.root.glob(f".{ENTRY}{key}.*.tmp"):  # left by a process that was killed
                     shutil.rmtree(leftover, ignore_errors=True)
             with replacing_directory(folder) as temporary:
                 try:
@@ -99,9 +99,10 @@ class TokenCache:
 
 
 def content_name(path: DataFile) -> str | None:
-    """What names the content of an input: the SHA-256 of a file or directory, a hub data set with its commit.
+    """Return an identifier of an input's content: the SHA-256 of a file or directory, or the name of a hub data set
+    with commit.
 
-    None for a hub data set by a branch or by no revision: nothing tells whether it changed.
+    None for a hub data set given by branch or without revision, because changes to it cannot be detected.
     """
     name = str(path)
     if name.startswith(HUB):
@@ -110,13 +111,13 @@ def content_name(path: DataFile) -> str | None:
 
 
 def _seal(folder: Path, about: dict[str, Any]) -> None:
-    """Write about.json, with the sums of all files beside it."""
+    """Write about.json, with checksums of all other files."""
     sums = {str(path.relative_to(folder)): _sum(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / ABOUT).write_text(json.dumps({**about, _FILES: sums}), encoding="utf-8")
 
 
 def _checked(folder: Path) -> dict[str, Any]:
-    """What about.json says. Raises Damaged where it, or a file, is not what was written; FileNotFoundError."""
+    """Return the metadata in about.json. Raises Damaged if it, or a file, is not as written; FileNotFoundError."""
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         sums = about.pop(_FILES)
@@ -126,12 +127,12 @@ def _checked(folder: Path) -> dict[str, Any]:
         if _sum(folder / name) != expected:
             raise Damaged(f"{name} is not what was written")
     with contextlib.suppress(OSError):
-        os.utime(folder / ABOUT)  # used now
+        os.utime(folder / ABOUT)  # mark as recently used, for pruning
     return dict(about)
 
 
 def _sum(path: Path) -> list[int]:
-    """Size and CRC-32: enough to find what a disk or a killed copy did."""
+    """Return size and CRC-32 of a file: enough to detect disk errors and interrupted copies."""
     size = crc = 0
     with path.open("rb") as handle:
         while chunk := handle.read(1 << 22):
@@ -145,7 +146,7 @@ def _size(folder: Path) -> int:
 
 @contextlib.contextmanager
 def _named(root: Path) -> Iterator[None]:
-    """OSErrors of the cache itself become CacheErrors; those of the input stay what they are."""
+    """Convert OSErrors of the cache itself to CacheErrors; those of the input pass unchanged."""
     try:
         yield
     except _OfTheInput as carrier:
@@ -158,8 +159,8 @@ def _named(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Hold a lock that ends with the process; whether there is one. Where the system has none, all go on, and the last
-    to write wins whole."""
+    """Hold a file lock that is released when the process ends; yields False if the system has no locks. Then several
+    processes may build the entry, and the last one to finish replaces it atomically."""
     with path.open("a") as handle:
         try:
             import fcntl

@@ -1,16 +1,16 @@
-"""Tokenizers trained on texts of one's own by the five schemes of the mGPT study (Shliazhko et al., 2204.07580, §3).
+"""Tokenizers trained on the user's texts by the five schemes of the mGPT study (Shliazhko et al., 2204.07580, §3).
 
     default      byte-level BPE
-    case         the same over text in small letters; a flag before each letter that was a capital
-    arithmetic   the same; each digit and each operator is a token of its own
+    case         default on lower-cased text; a flag before each letter that was a capital
+    arithmetic   default, with each digit and each operator as a separate token
     combined     case and arithmetic together
-    character    one token a character, bytes for what the vocabulary lacks
+    character    one token per character, bytes for characters outside the vocabulary
 
-Every scheme is lossless: `decode(encode(text)) == text` for any text. All of it is in tokenizer.json (normalizer,
-pre-tokenizer, model, decoder), which transformers and the tokenizers library read without code of ours. The paper names
-the schemes and not their every rule; where they lie here: the flag is one for each capital (`NASA` takes four) and
-stands before the blank of its word, so that a word has one token at the beginning of a sentence and within it; capitals
-are those that the training text has, and A to Z; a letter whose small form does not lead back to it stays.
+Every scheme is lossless: `decode(encode(text)) == text` for any text. Everything is in tokenizer.json (normalizer,
+pre-tokenizer, model, decoder), which transformers and tokenizers load without our code. The paper does not specify
+every detail. Our choices: each capital has its own flag (`NASA` takes four), placed before the space in front of the
+word, so that a word has the same token at the start of a sentence and within it; capitals are A to Z and those in the
+training text; a letter whose lower-case form does not map back to it is unchanged.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
 Scheme = Literal["default", "case", "arithmetic", "combined", "character"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 FLAG = "\x0e"
-"""What stands before a letter that was a capital (ASCII's shift out): one byte, so one token."""
+"""Marker before a letter that was a capital (ASCII's shift out): one byte, so one token."""
 _ESCAPE = "\x0f"
 _WRITTEN = ((_ESCAPE, _ESCAPE + "."), (FLAG, _ESCAPE + ","))
-"""How a text's own escape and flag are written, in this order; read back in the other."""
+"""Escapes for the text's own escape and flag characters, applied in this order and undone in reverse."""
 OPERATORS = "+-*/=<>^%×÷"
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 LEAST = len(SPECIALS) + 256
-"""Tokens that any scheme needs: the bytes and the special ones."""
+"""Minimum vocabulary size of any scheme: bytes and special tokens."""
 
 
 def train_tokenizer(scheme: Scheme, texts: Sequence[str], *, vocabulary: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of `scheme` with at most `vocabulary` tokens, learnt from `texts`.
+    """Train a tokenizer of `scheme` with at most `vocabulary` tokens on `texts`.
 
-    It has <pad>, <bos> and <eos> (0, 1, 2) and adds none by itself. Few texts may give fewer tokens than allowed.
+    It has <pad>, <bos> and <eos> (0, 1, 2) and adds none by itself. With few texts it may have fewer tokens than
+    allowed.
 
     Raises:
         UserError: an unknown scheme, fewer tokens than the bytes need, or no text.
@@ -62,13 +63,14 @@ def train_tokenizer(scheme: Scheme, texts: Sequence[str], *, vocabulary: int) ->
 
 
 def capitals(texts: Sequence[str]) -> list[str]:
-    """A to Z and the capitals of `texts` whose small letter is one character that leads back to them, sorted."""
+    """Return A to Z and the capitals of `texts` whose lower-case form is one character that maps back to them,
+    sorted."""
     seen = {*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"}.union(*map(set, texts))
     return sorted(c for c in seen if c != c.lower() and len(c.lower()) == 1 and c.lower().upper() == c)
 
 
 def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokenizer:
-    """Byte-level BPE behind what the scheme does to a text."""
+    """Train byte-level BPE after the scheme's normalisation and pre-tokenisation."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
@@ -76,6 +78,7 @@ def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokeni
     reading: list[Any] = [decoders.ByteLevel()]
     if scheme in ("case", "combined"):
         letters = capitals(texts)
+        # Replace capitals after a space first: their flag goes before the space.
         flags = [(" " + c, f"{FLAG} {c.lower()}") for c in letters] + [(c, FLAG + c.lower()) for c in letters]
         bpe.normalizer = normalizers.Sequence([normalizers.Replace(*pair) for pair in (*_WRITTEN, *flags)])
         reading += [decoders.Replace(new, old) for old, new in (*flags, *reversed(_WRITTEN))]
@@ -98,7 +101,7 @@ def _byte_level(scheme: Scheme, texts: Sequence[str], vocabulary: int) -> Tokeni
 
 
 def _characters(texts: Sequence[str], vocabulary: int) -> Tokenizer:
-    """The most frequent characters (ties by code point), and bytes for all others."""
+    """Build a vocabulary of the most frequent characters (ties by code point), with bytes for all others."""
     from tokenizers import Tokenizer, decoders, models
 
     counts = Counter[str]()

@@ -1,10 +1,10 @@
-"""Files of a folder, uploaded to a place in an object store.
+"""Upload of a folder's files to an object store.
 
     upload(Path("run"), [["adapter/adapter_model.safetensors", ...], ["done.json"]], "s3://bucket/runs/first")
 
-Files go in groups, one after another: a group is compared before the next begins, so that what says "finished" never
-lies above files that are not. `upload.json` goes first and stays: bytes and SHA-256 of all that belongs there. By it
-the same upload goes on where it broke off, and another one is refused.
+Files are sent in groups: each group is verified before the next starts, so that a file that marks completion is never
+uploaded before the files it covers. `upload.json` is sent first and kept: bytes and SHA-256 of all files. With it an
+interrupted upload resumes, and a different one is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .remote import BLOCK, open_store, scheme, translate_store_errors, with_retr
 RECORD = "upload.json"
 _FORMAT, _VERSION = "flatshift upload", 1
 _PART = 50 << 20
-"""Bytes of a part, where S3 is sent a large object in parts: its etag is of their digests."""
+"""Bytes per part of S3's multipart uploads, in which an object's etag is computed from the digests of its parts."""
 _DIGESTS = ("ETag", "etag", "md5Hash", "Content-MD5", "content_md5")
-"""What stores call an MD5 of an object's content, or what may be one."""
+"""Keys under which stores report an MD5 of an object's content, or something that may be one."""
 _NOT_WRITTEN = {"http": "https:// takes no uploads", "https": "https:// takes no uploads"} | {
     "hf": "a hub is named ORGANISATION/NAME here"
 }
@@ -33,7 +33,7 @@ _NOT_WRITTEN = {"http": "https:// takes no uploads", "https": "https:// takes no
 
 @dataclass(frozen=True)
 class Uploaded:
-    """What an upload did: files and bytes that were sent, files that lay there already."""
+    """Result of an upload: number of files sent, their bytes, and number of files that already existed there."""
 
     sent: int
     bytes: int
@@ -45,7 +45,7 @@ class _Sums:
     bytes: int
     sha256: str
     marks: frozenset[str]
-    """What stores that digest an object by MD5 may say of it."""
+    """Values that stores may report for the content if they use an MD5."""
 
 
 def upload(
@@ -55,12 +55,12 @@ def upload(
     *,
     progress: Callable[[int], None] | None = None,
 ) -> Uploaded:
-    """Bring the files of `folder`, by their names from there, group after group to `place`, and compare each there.
+    """Upload the files of `folder`, given by relative names, group by group to `place`, and verify each there.
 
-    What already lies there with the same content is not sent again; where the store tells no digest of it, it is. An
-    object whose digest the store does not tell is read back. progress: called with the bytes that are done.
-    Raises UserError: a place that holds anything but a part of this upload, a store that refuses or does not answer, an
-    object that came to lie there otherwise.
+    A file that exists there with the same content is not sent again, unless the store reports no digest. An uploaded
+    object for which the store reports no digest is read back. progress: called with the number of bytes done.
+    Raises UserError: the place holds anything but a part of this upload, the store refuses access or does not answer,
+    or an object differs after the upload.
     """
     place = place.rstrip("/")
     if (why := _NOT_WRITTEN.get(scheme(place))) is not None:
@@ -88,14 +88,14 @@ def upload(
 
 
 class _Place:
-    """A place in a store that objects are put to."""
+    """Location in a store that files are uploaded to."""
 
     def __init__(self, url: str):
         self.url = url
         self.store, self.path = open_store(url)
 
     def objects(self) -> dict[str, Mapping[str, Any]]:
-        """What the store says of each object there, by its name from there."""
+        """Return the store's metadata of each object there, by relative name."""
         with translate_store_errors(self.url, writes=True):
             found = with_retries(self.url, lambda: self.store.find(self.path, detail=True))
         if self.path in found:
@@ -107,24 +107,24 @@ class _Place:
         }
 
     def put(self, file: Path, name: str) -> None:
-        """Send a file."""
+        """Upload a file."""
         parts = {"chunksize": _PART} if scheme(self.url) in ("s3", "s3a") else {}
         with translate_store_errors(f"{self.url}/{name}", writes=True):
             with_retries(self.url, lambda: self.store.put_file(str(file), f"{self.path}/{name}", **parts))
 
     def write(self, name: str, content: bytes) -> None:
-        """Make a small object."""
+        """Write a small object."""
         with translate_store_errors(f"{self.url}/{name}", writes=True):
             with_retries(self.url, lambda: self.store.pipe_file(f"{self.path}/{name}", content))
 
     def read(self, name: str) -> bytes:
-        """A small object's bytes."""
+        """Read a small object."""
         with translate_store_errors(f"{self.url}/{name}", writes=True):
             content: bytes = with_retries(self.url, lambda: self.store.cat_file(f"{self.path}/{name}"))
         return content
 
     def digest(self, name: str) -> str:
-        """SHA-256 of an object, read back."""
+        """Read an object back and return its SHA-256."""
         digest = hashlib.sha256()
         with (
             translate_store_errors(f"{self.url}/{name}", writes=True),
@@ -135,7 +135,7 @@ class _Place:
         return digest.hexdigest()
 
     def compare(self, name: str, about: Mapping[str, Any] | None, sums: _Sums) -> None:
-        """Raise UserError unless the object that was just sent is the file, by its digest or else its bytes."""
+        """Raise UserError unless the uploaded object equals the file, by its digest or else its bytes."""
         if (
             about is None
             or about.get("size") != sums.bytes
@@ -145,7 +145,8 @@ class _Place:
 
 
 def _claim(place: _Place, sums: Mapping[str, _Sums], before: Mapping[str, Any]) -> None:
-    """Leave the record of this upload at its place. Raises UserError where that holds more than a part of it."""
+    """Write the record of this upload to its place. Raises UserError if the place holds anything but a part of this
+    upload."""
     files = {name: {"bytes": one.bytes, "sha256": one.sha256} for name, one in sorted(sums.items())}
     record = {"format": _FORMAT, "version": _VERSION, "files": files}
     if not before:
@@ -168,7 +169,7 @@ def _claim(place: _Place, sums: Mapping[str, _Sums], before: Mapping[str, Any]) 
 
 
 def _sums(file: Path) -> _Sums:
-    """Of a file, read once."""
+    """Return size and digests of a file, in one pass."""
     sha256, whole, size, parts = hashlib.sha256(), hashlib.md5(usedforsecurity=False), 0, []
     with file.open("rb") as handle:
         while part := handle.read(_PART):
@@ -182,7 +183,8 @@ def _sums(file: Path) -> _Sums:
 
 
 def _is_same(about: Mapping[str, Any], sums: _Sums) -> bool:
-    """Whether the store says that an object has this content. Not every mark is an MD5, so another one says nothing."""
+    """Return True if the store's metadata confirms this content. Not every etag is an MD5, so a mismatch proves
+    nothing."""
     said = (about[key] for key in _DIGESTS if about.get(key))
     texts = (base64.b64encode(one).decode() if isinstance(one, bytes | bytearray) else str(one) for one in said)
     return about.get("size") == sums.bytes and any(text.strip('"') in sums.marks for text in texts)

@@ -1,13 +1,13 @@
-"""Rows of any number on disk, to be indexed like a list: what a pool of millions is.
+"""List-like view of any number of rows on disk, for pools of millions.
 
     view = spill_rows(read_rows(files), path, columns=columns, domain_column="domain")
     view[7]                      # a Row, as it was read
-    view.texts[1000:2000]        # without the rest
+    view.texts[1000:2000]        # only the texts
     view.take(kept)              # another view of the same file
-    view.cut(spans)              # a view of pieces of the texts, each a row of its own
+    view.cut(spans)              # a view of pieces of the texts, each a row
 
-The rows are written once, as an Arrow file that is then memory-mapped: the system's page cache holds texts, the
-process at most 64 MiB of them. A view itself takes 8 bytes a row, 28 where texts were cut.
+The rows are written once, as an Arrow file that is then memory-mapped: texts are in the system's page cache, with at
+most 64 MiB of them in the process. A view itself takes 8 bytes per row, or 28 after `cut`.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ Span = tuple[int, int]
 _ROWS = 4096
 _CHARACTERS = 1 << 24
 _RESIDENT = 1 << 26
-"""Bytes of the file that may be read before its pages are handed back to the system, which keeps them while it can."""
+"""Bytes of the file that may be read before its pages are released to the system, which may keep them cached."""
 _PIECE = re.compile(r"#[0-9]+$")
 
 
 def spill_rows(rows: Iterable[Row], path: Path, *, columns: Columns, domain_column: str = "domain") -> RowView:
     """Write `rows` (of `read_rows`, each with a text) to `path` and return a view of them.
 
-    The file is unlinked as soon as it is mapped: it goes when the view does, or when the process is killed. Memory: a
-    batch of rows.
+    The file is unlinked as soon as it is mapped, so its space is freed with the view or when the process is killed.
+    Memory: one batch of rows.
 
     Raises:
         UserError: the file cannot be written, or a domain is not text. Whatever `rows` raises.
@@ -89,7 +89,7 @@ def _batches(rows: Iterable[Row], columns: Columns, domain_column: str) -> Itera
                 domain.encode("utf-8")
             except UnicodeEncodeError:
                 raise UserError(f"{row.where}: the domain has half of a surrogate pair, which is not text") from None
-        # The text's place among the columns is kept, so that a record comes back with its own order.
+        # Keep the position of the text among the columns, so that records are restored in their own order.
         rest = {name: None if name == columns.text else value for name, value in row.record.items()}
         batch.append((row.id, text, domain, row.where, row.index, json.dumps(rest, default=str)))
         held += len(text) + len(batch[-1][-1])
@@ -101,7 +101,7 @@ def _batches(rows: Iterable[Row], columns: Columns, domain_column: str) -> Itera
 
 
 class _Store:
-    """The mapped file: values of a column by row number."""
+    """Memory-mapped file with access to column values by row number."""
 
     def __init__(self, path: Path, columns: Columns):
         import pyarrow as pa
@@ -118,10 +118,10 @@ class _Store:
         return int(self._starts[-1])
 
     def values(self, column: str, rows: np.ndarray) -> list[Any]:
-        """The column's values at `rows` (any order), as Python objects."""
+        """Return the column's values at `rows` (any order), as Python objects."""
         import pyarrow as pa
 
-        if len(rows) > 1 and (np.diff(rows) < 0).any():  # in file order each batch is opened once
+        if len(rows) > 1 and (np.diff(rows) < 0).any():  # read in file order, so that each batch is opened once
             turn = np.argsort(rows, kind="stable")
             found: list[Any] = [None] * len(rows)
             for place, value in zip(turn.tolist(), self.values(column, rows[turn]), strict=True):
@@ -148,13 +148,13 @@ class _Store:
         return out
 
     def indices(self) -> np.ndarray:
-        """Column `index` whole: (N,) int64."""
+        """Return the whole column `index`, (N,) int64."""
         batches = (self._reader.get_batch(i) for i in range(self._reader.num_record_batches))
         return np.concatenate([np.empty(0, np.int64), *(batch.column("index").to_numpy() for batch in batches)])
 
 
 class RowView(Sequence[Row]):
-    """Rows of a store: all, some, or pieces of them. Immutable; `take` and `cut` give new views."""
+    """Rows of a store: all, some, or pieces of them. Immutable; `take` and `cut` return new views."""
 
     def __init__(
         self,
@@ -166,9 +166,9 @@ class RowView(Sequence[Row]):
         self._store = store
         self._base = np.arange(len(store)) if base is None else base
         self._spans = spans
-        """(N, 2) int64: start and end in the stored text; start −1: the text whole."""
+        """(N, 2) int64: start and end in the stored text; start −1: the whole text."""
         self._numbers = numbers
-        """One (N,) int32 for each time texts were cut: the piece's number, −1 where a row was left whole."""
+        """One (N,) int32 array per `cut`: the piece's number, −1 if the row was not cut."""
 
     def __len__(self) -> int:
         return len(self._base)
@@ -188,16 +188,16 @@ class RowView(Sequence[Row]):
 
     @property
     def texts(self) -> Sequence[str]:
-        """The rows' texts alone."""
+        """Texts of the rows."""
         return _Column(self, self._texts)
 
     @property
     def ids(self) -> Sequence[str]:
-        """The rows' ids alone: `<id>#<k>` for piece k of a row that was cut."""
+        """Ids of the rows: `<id>#<k>` for piece k of a row that was cut."""
         return _Column(self, self._ids)
 
     def domains(self) -> list[str | None] | None:
-        """Each row's domain, each name held once; None where no row has one."""
+        """Return each row's domain, sharing equal strings; None if no row has one."""
         known: dict[str | None, str | None] = {}
         out: list[str | None] = []
         for low in range(0, len(self), _ROWS):
@@ -206,22 +206,22 @@ class RowView(Sequence[Row]):
         return out if any(name is not None for name in known) else None
 
     def indices(self) -> np.ndarray:
-        """(N,) int64: each row's place among all records of its files, bad ones included."""
+        """Return each row's position among all records of its files, including bad ones, (N,) int64."""
         return np.asarray(self._store.indices()[self._base])
 
     def take(self, rows: np.ndarray | Sequence[int]) -> RowView:
-        """The rows with these numbers, in this order."""
+        """Return a view of the rows with these numbers, in this order."""
         rows = np.asarray(rows, dtype=np.int64)
         spans = None if self._spans is None else self._spans[rows]
         return RowView(self._store, self._base[rows], spans, tuple(level[rows] for level in self._numbers))
 
     def cut(self, spans: Iterable[Sequence[Span] | None]) -> RowView:
-        """Each row replaced by pieces of its text: `spans` has an entry for every row in order, None to leave it whole.
+        """Replace each row by pieces of its text; `spans` has an entry for every row in order, None to keep it whole.
 
         A piece is a row with the id `<id>#<k>`, k from 0, and the columns `source_id` (of the record in the file),
         `start` and `end` (characters of that record's text). An empty entry drops its row.
 
-        Raises UserError where a piece gets the id of another row.
+        Raises UserError if a piece gets the id of another row.
         """
         rows: list[np.ndarray] = []
         ends: list[np.ndarray] = []
@@ -254,7 +254,7 @@ class RowView(Sequence[Row]):
         return pieces
 
     def _refuse_twins(self) -> None:
-        """Raise UserError where two ids are one: of a piece, and a row that was given the id of a piece."""
+        """Raise UserError if a piece has the same id as another row, which was given an id of that form."""
         sources = _Column(self, lambda rows: self._store.values("id", self._base[rows]))
         if not any(_PIECE.search(name) for name in sources):
             return
@@ -262,7 +262,7 @@ class RowView(Sequence[Row]):
         found = [twin for number, name in enumerate(self.ids) for twin in seen.add(name, str(number))]
         for name, number in (*found, *seen.finish()):
             first = next(i for i, other in enumerate(self.ids) if other == name)
-            if first != int(number):  # else two ids with one hash
+            if first != int(number):  # otherwise a hash collision
                 there, here = self._store.values("where", self._base[[first, int(number)]])
                 raise UserError(
                     f"{here}: id {name!r} is also that of a record or piece of {there}: pieces of a record are named "
@@ -309,7 +309,7 @@ class RowView(Sequence[Row]):
 
 
 class _Column(Sequence[str]):
-    """One string of every row of a view."""
+    """One string per row of a view."""
 
     def __init__(self, view: RowView, read: Any):
         self._view = view

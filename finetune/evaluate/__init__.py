@@ -1,1 +1,1 @@
-"""Judging a model: perplexity, classes, ranking, generation, each with a bootstrap interval."""
+"""Evaluation: perplexity, classification, ranking and generation, each metric with a bootstrap interval."""

@@ -1,6 +1,6 @@
-"""How far a written answer agrees with the given one: text, words, numbers, tagged spans. Pairs in, figures out.
+"""Agreement of a generated answer with the reference: text, words, numbers and tagged spans.
 
-Each function takes (answer, reference) and returns a number, or (part, whole) of a figure that is Σ part / Σ whole.
+Each function takes (answer, reference) and returns a number, or (part, whole) of a metric that is Σ part / Σ whole.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _MARK = "####"
 
 
 def normalised(text: str) -> str:
-    """Lower case, without punctuation and English articles, one blank between words: SQuAD's `normalize_answer`
-    (Rajpurkar et al., arXiv 1606.05250)."""
+    """Normalise as SQuAD's `normalize_answer` (Rajpurkar et al., arXiv 1606.05250): lower case, no punctuation or
+    English articles, single blanks between words."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def match_normalised(answer: str, reference: str) -> float:
-    """1.0 where both are alike once `normalised`."""
+    """Return 1.0 if both are equal once `normalised`."""
     return float(normalised(answer) == normalised(reference))
 
 
 def f1_words(answer: str, reference: str) -> float:
-    """F1 of the words that the `normalised` texts share, as SQuAD's; 1 where both have none, 0 where one has."""
+    """Return SQuAD's F1 of the words shared by the `normalised` texts; 1 if both are empty, 0 if one is."""
     ours, theirs = normalised(answer).split(), normalised(reference).split()
     if not ours or not theirs:
         return float(ours == theirs)
@@ -37,8 +37,8 @@ def f1_words(answer: str, reference: str) -> float:
 
 
 def number_of(text: str) -> Fraction | None:
-    """The answer of a text, as an exact number: after the last `####` where there is one (GSM8K, arXiv 2110.14168),
-    else the last number written. `1,200`, `−3.50` and `3/4` are numbers; `$` and `%` beside one do not matter."""
+    """Return the final answer of a text as an exact number: after the last `####` if there is one (GSM8K, arXiv
+    2110.14168), else the last number. `1,200`, `−3.50` and `3/4` are numbers; an adjacent `$` or `%` is ignored."""
     _, mark, tail = text.rpartition(_MARK)
     found = _NUMBER.findall(tail if mark else text)
     for one in reversed(found[:1] if mark else found):
@@ -50,22 +50,21 @@ def number_of(text: str) -> Fraction | None:
 
 
 def numeric_match(answer: str, reference: str) -> float:
-    """1.0 where the `number_of` the answer is that of the reference; an answer without a number is wrong."""
+    """Return 1.0 if the `number_of` the answer equals that of the reference; an answer without a number is wrong."""
     said = number_of(answer)
     return float(said is not None and said == number_of(reference))
 
 
 def has_number(answer: str, reference: str) -> float:
-    """1.0 where the answer has a number at all."""
+    """Return 1.0 if the answer contains a number."""
     return float(number_of(answer) is not None)
 
 
 def spans(tags: str) -> set[tuple[str, int, int]]:
-    """(type, first, last) of every entity of tags like `B-PER I-PER O`, separated by blanks.
+    """Return (type, first, last) of every entity of tags like `B-PER I-PER O`, separated by blanks.
 
-    IOB2, IOB1 and IOBES, read leniently as seqeval's default does: an entity begins at B- or S-, where the type
-    changes, and at I- or E- that no entity of its type precedes; it ends before O, B-, S- or another type, and after E-
-    or S-.
+    IOB2, IOB1 and IOBES, parsed leniently like seqeval's default: an entity starts at B- or S-, where the type changes,
+    and at I- or E- not preceded by an entity of its type; it ends before O, B-, S- or another type, and after E- or S-.
     """
     found, start, kind = set(), 0, ""
     for place, tag in enumerate([*tags.split(), "O"]):
@@ -86,18 +85,19 @@ def spans(tags: str) -> set[tuple[str, int, int]]:
 
 
 def span_f1(answer: str, reference: str) -> tuple[float, float]:
-    """Twice the spans that agree in type and both ends, and those of both sides: micro F1 over all rows (seqeval)."""
+    """Return twice the spans that agree in type and both ends, and the number of spans on both sides: micro F1 over all
+    examples (seqeval)."""
     ours, theirs = spans(answer), spans(reference)
     return 2.0 * len(ours & theirs), float(len(ours) + len(theirs))
 
 
 def span_precision(answer: str, reference: str) -> tuple[float, float]:
-    """Spans that agree, of those of the answer."""
+    """Return the number of spans that agree, and of spans in the answer."""
     ours = spans(answer)
     return float(len(ours & spans(reference))), float(len(ours))
 
 
 def span_recall(answer: str, reference: str) -> tuple[float, float]:
-    """Spans that agree, of those that are there."""
+    """Return the number of spans that agree, and of spans in the reference."""
     theirs = spans(reference)
     return float(len(spans(answer) & theirs)), float(len(theirs))

@@ -1,4 +1,4 @@
-"""Answers, greedy or by beam search, compared with the given ones."""
+"""Generate answers, greedily or by beam search, and compare them with the references."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def generate_answers(
     max_new_tokens: int,
     num_beams: int = 1,
 ) -> list[str]:
-    """The model's answer to each example's prompt, stripped: greedy, or the likeliest of `num_beams` beams per token of
-    its length (transformers' beam search with length penalty 1).
+    """Generate the answer to each example's prompt, stripped: greedy, or by beam search with `num_beams` beams, scored
+    by log-likelihood per token (transformers' beam search with length penalty 1).
 
-    The prompt is what precedes the first supervised token, unless the example has one of its own.
+    The prompt is the tokens before the first target token, unless the example has its own.
 
-    An encoder's prompt is its whole input, and its answer follows the decoder's start token. Nothing is drawn. An
+    An encoder's prompt is its whole input, and its answer follows the decoder's start token. There is no sampling. An
     answer ends at the end-of-sequence token, at any example's `stop`, or after `max_new_tokens`.
 
     Raises:
@@ -53,7 +53,7 @@ def generate_answers(
         eos_token_id=ends or None,
         bos_token_id=tokenizer.bos_token_id,
         decoder_start_token_id=start,
-        # backbones bring their own (Qwen2.5 1.05, BART 3): our search is without
+        # override the settings that some backbones ship (Qwen2.5 1.05, BART 3)
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
         min_length=0,
@@ -67,17 +67,17 @@ def generate_answers(
 
 
 def exact_match(answer: str, reference: str) -> float:
-    """1.0 where the stripped answer is the stripped completion of the row, else 0.0."""
+    """Return 1.0 if the stripped answer equals the stripped reference, else 0.0."""
     return float(answer == reference.strip())
 
 
 def chrf(answer: str, reference: str) -> float:
-    """How much of a text's character n-grams an answer shares with the given one, in [0, 1].
+    """Return the character n-gram F-score of an answer against the reference, in [0, 1].
 
-    Popović, chrF: character n-gram F-score for automatic MT evaluation, WMT 2015, with β = 2, n = 1 … 6, blanks left
-    out. The mean is over the F-scores of the orders, as in NLTK's `sentence_chrf(beta=2)`, checked against it in the
-    tests (sacreBLEU takes the F-score of mean precision and recall); orders that a text is too short for do not count,
-    but for n = 1, so that a right answer of three letters scores 1.
+    Popović, chrF: character n-gram F-score for automatic MT evaluation, WMT 2015, with β = 2, n = 1 … 6, blanks
+    removed. The mean is over the F-scores of the orders, as in NLTK's `sentence_chrf(beta=2)`, checked against it in
+    the tests (sacreBLEU takes the F-score of mean precision and recall); orders for which a text is too short do not
+    count, except n = 1, so that a correct answer of three letters scores 1.
     """
     said, given = "".join(answer.split()), "".join(reference.split())
     scores = []
@@ -98,7 +98,8 @@ def _grams(text: str, n: int) -> Counter[str]:
 
 
 def prompt_of(example: Example) -> list[int]:
-    """The example's own prompt, else the tokens before the first supervised one; all that an encoder reads."""
+    """Return the example's own prompt, else the tokens before the first target token; for an encoder its whole
+    input."""
     if example.prompt is not None:
         return example.prompt
     if example.decoder_ids is not None:
@@ -108,7 +109,7 @@ def prompt_of(example: Example) -> list[int]:
 
 
 def check_room(model: Any, examples: Iterable[Example], max_new_tokens: int) -> None:
-    """Refuse a prompt that leaves no room for its answer; of `model` only what counts positions is read.
+    """Raise if a prompt leaves no room for its answer; of `model` only its position limits are used.
 
     Raises:
         UserError: prompt and answer do not fit the backbone's positions.

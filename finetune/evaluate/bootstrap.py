@@ -1,7 +1,7 @@
-"""Percentile bootstrap over items, vectorised: `{"value", "low", "high", "n"}` for any statistic of a test set.
+"""Percentile bootstrap over examples, vectorised: `{"value", "low", "high", "n"}` for any statistic of a test set.
 
-Items (documents, examples) are resampled with replacement, never tokens: the tokens of one document are not
-independent. Efron & Tibshirani, An Introduction to the Bootstrap (1993), §13.3.
+Examples (or documents) are resampled with replacement, never tokens: the tokens of one document are not independent.
+Efron & Tibshirani, An Introduction to the Bootstrap (1993), §13.3.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import UserError
 from ..seeds import numpy_generator
 
-_ELEMENTS = 1 << 22  # numbers of one block of resamples: 32 MiB
+_ELEMENTS = 1 << 22  # values of one block of resamples: 32 MiB
 
 
 class BootstrapInterval(TypedDict):
-    """A figure with its interval. A figure that is not finite is null."""
+    """Metric with its interval. A value that is not finite is null."""
 
     value: float | None
     low: float | None
@@ -31,14 +31,15 @@ class BootstrapInterval(TypedDict):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of a split that can be asked of any draw of its rows: of a group of them, or beside another model's."""
+    """Metric of a split that can be recomputed on any subset or resample of its rows, and compared with another
+    model's."""
 
     rows: NDArray[np.int64]
-    """(n,) places, among the examples of the split, of the rows that it is of, ascending."""
+    """(n,) indices, among the examples of the split, of the rows that it covers, ascending."""
     of: Callable[[NDArray[np.int64]], NDArray]
-    """Takes (R, m) numbers into `rows` and returns (R,)."""
+    """Statistic that takes (R, m) indices into `rows` and returns (R,)."""
     share: bool = False
-    """Whether it is the share of rows that count (`possible_share`)."""
+    """True if it is the fraction of rows that meet a condition (`possible_share`)."""
 
     @classmethod
     def over(
@@ -49,7 +50,7 @@ class Figure:
         *,
         share: bool = False,
     ) -> Figure:
-        """As `interval` takes them: arrays of n entries, and what is made of them with shape (R, m)."""
+        """Build from the arguments of `interval`: arrays of n entries, and a statistic of them with shape (R, m)."""
         arrays = [np.asarray(values, dtype=np.float64) for values in items]
         places = np.arange(len(arrays[0])) if rows is None else np.asarray(rows, dtype=np.int64)
         return cls(places, lambda drawn: statistic(*(values[drawn] for values in arrays)), share)
@@ -63,7 +64,7 @@ class Figure:
         num_kinds: int,
         share: bool = False,
     ) -> Figure:
-        """As `frequency_intervals` takes them."""
+        """Build from the arguments of `frequency_intervals`."""
 
         def of(drawn: NDArray[np.int64]) -> NDArray:
             shifted = kinds[drawn] + num_kinds * np.arange(len(drawn))[:, None]
@@ -73,11 +74,11 @@ class Figure:
         return cls(np.arange(len(kinds)), of, share)
 
     def renumbered(self, rows: NDArray[np.int64], order: NDArray[np.int64]) -> Figure:
-        """Of its rows those numbered `order`, whose places are `rows` now (ascending in that order)."""
+        """Restrict to its rows numbered `order`, whose indices are now `rows` (ascending in that order)."""
         return Figure(rows[order], lambda drawn: self.of(order[drawn]), self.share)
 
     def within(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers into `self.rows` of those of the places `rows` (ascending) that it is of."""
+        """Return the indices into `self.rows` of those of `rows` (ascending) that it covers."""
         return np.flatnonzero(np.isin(self.rows, rows))
 
 
@@ -90,10 +91,11 @@ def group_interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> BootstrapInterval | None:
-    """`figure` over the rows at the places `groups[0]` of its split; with several groups, the mean of it over them.
+    """Bootstrap `figure` over the rows at the indices `groups[0]` of its split; with several groups, its mean over
+    them.
 
-    base: subtract this figure of another model, asked of the same draws of the rows that both are of.
-    Returns None where a group has no such row. One row alone has no interval.
+    base: subtract this metric of another model, computed on the same resamples of the rows that both cover.
+    Returns None if a group has no such row. A single row has no interval.
     """
     _check(1, resamples, confidence)
     values, drawn, total = [], [], 0
@@ -120,10 +122,10 @@ def group_interval(
 
 
 def possible_share(found: BootstrapInterval, confidence: float) -> BootstrapInterval:
-    """The interval of a share of items that all count, or none of them: every resample of them is the same.
+    """Replace the interval of a fraction that is 0 or 1, for which all resamples are equal.
 
-    What n such items leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson, Biometrika 26, 1934). Any other
-    interval is returned as it is, and so is that of one row, which has none.
+    The new interval is the one that n such examples leave possible: 1 − (α/2)^(1/n) from the end (Clopper & Pearson,
+    Biometrika 26, 1934). Any other interval is returned unchanged, and so is that of a single row, which has none.
     """
     if found["value"] is None or found["low"] is None or found["value"] not in (0.0, 1.0):
         return found
@@ -141,16 +143,16 @@ def interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> BootstrapInterval:
-    """Bootstrap a statistic of arrays that have one entry per item.
+    """Bootstrap a statistic of arrays that have one entry per example.
 
-    Arguments:
+    Args:
         items: arrays of shape (n,), resampled together.
-        statistic: takes them with shape (R, n) and returns (R,), for example
-            `lambda nats, tokens: nats.sum(-1) / tokens.sum(-1)`.
-        share: it is the share of items that count (`possible_share`).
+        statistic: takes them with shape (R, n) and returns (R,), for example `lambda nats, tokens: nats.sum(-1) /
+            tokens.sum(-1)`.
+        share: it is the fraction of examples that meet a condition (`possible_share`).
         resamples: with 0, the interval is the value alone.
     Raises:
-        UserError: no item, or settings out of range.
+        UserError: no example, or settings out of range.
     """
     arrays = [np.asarray(values, dtype=np.float64) for values in items]
     n = len(arrays[0])
@@ -186,7 +188,7 @@ def ratio_interval(
 
 
 def ratio_statistic(transform: Callable[[NDArray], NDArray] | None = None) -> Callable[[NDArray, NDArray], NDArray]:
-    """Σ top / Σ bottom along the last dim, then `transform`."""
+    """Return a statistic that computes Σ top / Σ bottom along the last dim, then `transform`."""
 
     def statistic(top: NDArray, bottom: NDArray) -> NDArray:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -207,18 +209,18 @@ def frequency_intervals(
     seed: int = 0,
     figures: dict[str, Figure] | None = None,
 ) -> dict[str, BootstrapInterval]:
-    """Bootstrap statistics that depend only on how many items there are of each kind; all see the same resamples.
+    """Bootstrap statistics that depend only on the number of examples of each kind; all use the same resamples.
 
-    Resampling n items is drawing the counts of their kinds from a multinomial, which costs the number of kinds instead
-    of n per resample.
+    Resampling n examples is equivalent to drawing the counts of their kinds from a multinomial, which costs the number
+    of kinds instead of n per resample.
 
-    Arguments:
+    Args:
         kinds: (n,) integers in `range(num_kinds)`, for example cells of a confusion matrix.
         statistics: each takes counts (R, num_kinds) float64 and returns (R,).
-        shares: those that are the share of items that count (`possible_share`).
+        shares: names of those that are the fraction of examples that meet a condition (`possible_share`).
         figures: receives each.
     Raises:
-        UserError: no item, or settings out of range.
+        UserError: no example, or settings out of range.
     """
     kinds = np.asarray(kinds, dtype=np.int64)
     n = len(kinds)

@@ -1,11 +1,11 @@
-"""Log-likelihoods of candidates after their contexts, token by token, with what contexts share computed once.
+"""Log-likelihoods of candidates after their contexts, token by token, with shared context computed once.
 
-Worked examples stand before every item, and an item's own words before each of its candidates: the first go through
-the model once for all items, the second once an item, and their cached keys and values are repeated. Whether a model's
-cache can do that is not guessed: some items are scored both ways first.
+Few-shot examples precede every item, and an item's own words precede each of its candidates: the former are run once
+for all items, the latter once per item, and their cached keys and values are repeated. Support for this in a model's
+cache is tested: some items are scored both ways first.
 
-A text is cut into tokens as a whole, and the context is as many of them as it has by itself, without its last blanks:
-as lm-eval has it.
+A text is tokenised as a whole, and its context is as many of the tokens as the context has by itself, without trailing
+blanks, as in lm-eval.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..models.anatomy import given_cache, kept_cache
 from .generation import padded
 
 _LOGITS = 1 << 26
-"""Logits that exist at once, at most (one item always may): 256 MiB in float32."""
+"""Maximum number of logits in memory at once (one item is always allowed): 256 MiB in float32."""
 _WORTH = 16
-"""Shared tokens from which their keys and values are kept for all items."""
+"""Minimum number of shared tokens whose keys and values are cached for all items."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Candidate:
     """One text that a model may choose."""
 
     ids: tuple[int, ...]
-    """All of it, beginning tokens included."""
+    """All its tokens, beginning tokens included."""
     start: int
-    """The first token that is scored."""
+    """Index of the first token that is scored."""
     label: tuple[int, int]
-    """Which of the scored tokens hold the label itself: [first, end)."""
+    """Range of the scored tokens that hold the label itself: [first, end)."""
     bytes: int
-    """UTF-8 bytes of what is scored."""
+    """UTF-8 bytes of the scored text."""
 
 
 def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[int]) -> list[Candidate]:
-    """Candidates of (context, label, what follows it)."""
+    """Tokenise triples (context, label, text after it) into candidates."""
     moved = []
     for context, label, after in texts:
         bare = context.rstrip()
@@ -59,7 +59,7 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[i
     for (context, label, after), ids, offsets in zip(moved, whole["input_ids"], whole["offset_mapping"], strict=True):
         size = min(sizes[context], len(ids) - 1)
         if not begin and size == 0:
-            size = 1  # nothing predicts the first token
+            size = 1  # the first token cannot be predicted
         low, high = len(context), len(context) + len(label)
         held = [i for i, (a, b) in enumerate(offsets) if i >= size and a < high and b > low]
         span = (held[0] - size, held[-1] + 1 - size) if held else (0, len(ids) - size)
@@ -72,10 +72,10 @@ def cut(tokenizer: Any, texts: Sequence[tuple[str, str, str]], begin: Sequence[i
 def score(
     model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching, *, shared: bool | None = None
 ) -> list[list[NDArray[np.float64]]]:
-    """log p of every scored token of every candidate of every item.
+    """Return log p of every scored token of every candidate of every item.
 
-    The model is called as it stands: put it into evaluation mode before. shared: None finds out whether the model's
-    cache can be repeated; False scores every candidate anew.
+    The model must be in evaluation mode. shared: None tests whether the model's cache can be repeated; False scores
+    every candidate separately.
     """
     if shared is None:
         shared = _can_share(model, items, inference)
@@ -96,7 +96,8 @@ def score(
 
 
 def _groups(items: Sequence[Sequence[Candidate]]) -> list[list[int]]:
-    """Items that begin alike: those whose first tokens, as many as are worth it, are the same."""
+    """Group items with the same first `2 * _WORTH` tokens; items without such a partner are grouped by number of
+    candidates."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, item in enumerate(items):
         groups.setdefault((len(item), *item[0].ids[: 2 * _WORTH]), []).append(i)
@@ -113,7 +114,7 @@ def _common(rows: Sequence[Sequence[int]]) -> int:
 
 
 def _own(item: Sequence[Candidate]) -> int:
-    """Tokens that all candidates of an item begin with and none of them scores."""
+    """Return the number of tokens that all candidates of an item share and none of them scores."""
     return min(_common([one.ids for one in item]), *(one.start for one in item), *(len(one.ids) - 1 for one in item))
 
 
@@ -139,7 +140,7 @@ def _read(model: Any, ids: Sequence[int], inference: EvalBatching) -> Any:
 def _together(
     model: Any, items: Sequence[Sequence[Candidate]], cache: Any, size: int, inference: EvalBatching
 ) -> list[list[NDArray[np.float64]]]:
-    """Items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
+    """Score items after `size` shared tokens, which `cache` holds: own words (B, M), then candidates (B·K, C)."""
     owns = [_own(item) for item in items]
     heads = [item[0].ids[size:own] for item, own in zip(items, owns, strict=True)]
     tails = [one.ids[own:] for item, own in zip(items, owns, strict=True) for one in item]
@@ -161,8 +162,8 @@ def answer_nats(
     size: int = 0,
     cache: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """−log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C), and
-    which of them are real.
+    """Return −log p of every token of B·K answers, K after each of B prompts in turn, each prompt read once: (B·K, C),
+    and the mask of real tokens.
 
     Prompts are padded on the left, answers on the right. cache: of `size` tokens before all prompts.
     """
@@ -174,7 +175,7 @@ def answer_nats(
     mask = torch.cat([mask.new_ones(len(prompts), size), mask], dim=1)
     kept = {}
     if cache is not None:
-        cache = copy.deepcopy(cache)
+        cache = copy.deepcopy(cache)  # it is repeated in place, and serves other batches too
         cache.batch_repeat_interleave(len(prompts))
         kept = given_cache(cache)
     with inference.precision():
@@ -201,7 +202,7 @@ def answer_nats(
 def _apart(
     model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching
 ) -> list[list[NDArray[np.float64]]]:
-    """Every candidate as a row of its own, the longest first."""
+    """Score every candidate as a separate sequence, the longest first."""
     flat = [one for item in items for one in item]
     order = sorted(range(len(flat)), key=lambda i: -len(flat[i].ids))
     found: dict[int, NDArray[np.float64]] = {}
@@ -223,7 +224,8 @@ def _apart(
 
 
 def _can_share(model: Any, items: Sequence[Sequence[Candidate]], inference: EvalBatching) -> bool:
-    """Whether both ways agree on the shortest and the longest item of a group together, so that padding is in play."""
+    """True if both ways agree on the shortest, middle and longest item of the largest group together, so that padding
+    is included."""
     if getattr(model, "soft_tokens", 0):
         return False
     group = sorted(max(_groups(items), key=lambda one: len(list(one))), key=lambda i: len(items[i][0].ids))

@@ -1,7 +1,7 @@
 """Accuracy, macro F1 and Matthews correlation with bootstrap intervals, from cells of the confusion matrix.
 
-All metrics take weights of shape (R, U): how often each of U distinct (true, predicted) pairs occurs in each of R
-resamples. Definitions are scikit-learn's (`accuracy_score`, `f1_score(average="macro", zero_division=0)`,
+All metrics take weights of shape (R, U): the number of times that each of U distinct (true, predicted) pairs occurs in
+each of R resamples. Definitions are scikit-learn's (`accuracy_score`, `f1_score(average="macro", zero_division=0)`,
 `matthews_corrcoef`), checked against it in the tests.
 """
 
@@ -21,7 +21,7 @@ from .metrics import ROW_SHARES, functions
 
 @dataclass(frozen=True)
 class LabelPairs:
-    """The distinct (true, predicted) pairs of a test set."""
+    """Distinct (true, predicted) pairs of a test set."""
 
     true: NDArray[np.int64]
     """(U,) classes, renumbered 0..K−1 over those that occur."""
@@ -30,11 +30,11 @@ class LabelPairs:
     num_classes: int
     """K: classes that occur as true or as predicted."""
     kinds: NDArray[np.int64]
-    """(n,) which pair each item is."""
+    """(n,) index of each example's pair."""
 
     @classmethod
     def of(cls, true: Sequence[int], predicted: Sequence[int]) -> LabelPairs:
-        """Pairs of two sequences of the same length n ≥ 1."""
+        """Build from two sequences of the same length n ≥ 1."""
         if len(true) != len(predicted):
             raise ValueError(f"{len(true)} labels but {len(predicted)} predictions")
         if not len(true):
@@ -45,37 +45,38 @@ class LabelPairs:
 
     @cached_property
     def commonest(self) -> int:
-        """The true class of most items."""
+        """Most frequent true class."""
         return int(self.by_true(np.bincount(self.kinds)[None].astype(np.float64))[0].argmax())
 
     def by_true(self, weights: NDArray) -> NDArray:
-        """(R, K) items of each true class."""
+        """Return (R, K) examples of each true class."""
         return weights @ np.eye(self.num_classes)[self.true]
 
     def by_predicted(self, weights: NDArray) -> NDArray:
-        """(R, K) items of each predicted class."""
+        """Return (R, K) examples of each predicted class."""
         return weights @ np.eye(self.num_classes)[self.predicted]
 
     def hits(self, weights: NDArray) -> NDArray:
-        """(R, K) items of each class that were predicted right."""
+        """Return (R, K) correctly predicted examples of each class."""
         right = self.true == self.predicted
         return weights[:, right] @ np.eye(self.num_classes)[self.true[right]]
 
 
 def accuracy(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """(R,) share of items predicted right."""
+    """Return (R,) fraction of examples predicted correctly."""
     return weights[:, pairs.true == pairs.predicted].sum(-1) / weights.sum(-1)
 
 
 def f1_macro(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """(R,) mean over the classes that occur in the resample, true or predicted, of 2·hits / (true + predicted)."""
+    """Return (R,) mean of 2·hits / (true + predicted) over the classes that occur in the resample, true or
+    predicted."""
     hits, total = pairs.hits(weights), pairs.by_true(weights) + pairs.by_predicted(weights)
     scores = np.divide(2.0 * hits, total, out=np.zeros_like(total), where=total > 0)
     return scores.sum(-1) / (total > 0).sum(-1)
 
 
 def matthews(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """(R,) Matthews correlation for K classes, 0 where true or predicted is one class throughout.
+    """Return (R,) Matthews correlation for K classes, 0 if true or predicted is a single class.
 
     (n·Σhits − Σ tₖpₖ) / √((n² − Σtₖ²)(n² − Σpₖ²)): Gorodkin, Comput. Biol. Chem. 28 (2004), eq. 8.
     """
@@ -86,7 +87,7 @@ def matthews(pairs: LabelPairs, weights: NDArray) -> NDArray:
 
 
 def majority(pairs: LabelPairs, weights: NDArray) -> NDArray:
-    """(R,) accuracy of always saying these items' commonest class."""
+    """Return (R,) accuracy of the majority baseline: always predicting the most frequent class of these examples."""
     return weights[:, pairs.true == pairs.commonest].sum(-1) / weights.sum(-1)
 
 
@@ -99,10 +100,10 @@ def judge_classes(
     seed: int,
     figures: dict[str, Figure] | None = None,
 ) -> dict[str, BootstrapInterval]:
-    """The metrics that are judged by "classes", with intervals; `figures` receives each.
+    """Return the metrics computed from "classes", with intervals; `figures` receives each.
 
     Raises:
-        UserError: no item.
+        UserError: no example.
     """
     pairs = LabelPairs.of(true, predicted)
     statistics = {name: partial(function, pairs) for name, function in functions("classes").items()}

@@ -1,4 +1,4 @@
-"""Judge a model on encoded examples: every figure with a bootstrap interval over items."""
+"""Evaluate a model on encoded examples: every metric with a bootstrap interval over examples."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def evaluate(
     figures: dict[str, Figure] | None = None,
     said: dict[str, Any] | None = None,
 ) -> dict[str, BootstrapInterval]:
-    """Figures of `model` on `examples`, in evaluation mode, without gradients and without a random draw of its own.
+    """Evaluate `model` on `examples`, in evaluation mode, without gradients and without drawing random numbers.
 
-    Returns what the task's `judge` names, each as `{value, low, high, n}` with n the number of examples. A figure that
-    is not finite is null. On a mesh every rank calls this and gets the same figures; `inference` says which rows are
-    its own, and without it this is one process on a CPU. `figures` receives each as what can be asked of groups of the
-    examples and beside another model's; `said` what the model says of each example (`Evaluator.said`).
+    Returns the metrics of the task, each as `{value, low, high, n}` with n the number of examples. A metric that is not
+    finite is null. On a mesh every rank calls this and gets the same metrics; `inference` assigns each rank its
+    examples, and without it this is one process on a CPU. `figures` receives each metric as a `Figure` that can be
+    evaluated on groups of the examples and compared with another model's; the last argument receives the model's
+    outputs for each example (see `Evaluator`).
 
     Raises:
         UserError: no examples, or answers that do not fit the backbone.
@@ -60,42 +61,43 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A model under judgement: what it says of examples, and intervals of figures. What is asked is the task's."""
+    """Model under evaluation: its outputs for examples, and metrics with intervals. The task decides which are
+    computed."""
 
     model: Any
     tokenizer: Any
     task: Task
     inference: EvalBatching
     draw: dict[str, Any]
-    """Of intervals: `resamples, confidence, seed`."""
+    """Arguments of the intervals: `resamples, confidence, seed`."""
     label_names: Sequence[str] | None = None
     figures: dict[str, Figure] = field(default_factory=dict)
-    """Receives every figure by name."""
+    """Collects every metric by name."""
     said: dict[str, Any] = field(default_factory=dict)
-    """Receives columns with an entry for each example: `label, predicted, probability` of a class or number,
-    `reference, answer`, and of every figure that is Σ values / Σ counts its `NAME` and `NAME.count` (all one: left
-    out). None where an example has no such entry."""
+    """Collects columns with one entry per example: `label, predicted, probability` of a class or number, `reference,
+    answer`, and for every metric that is Σ values / Σ counts its `NAME` and `NAME.count` (omitted if all are one). None
+    if an example has no such entry."""
 
-    # ------------------------------------------------------------------------------------------------- what it says
+    # ------------------------------------------------------------------------------------------------- outputs
 
     def token_nll(self, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
-        """As `document_nats`."""
+        """Return `document_nats` of the examples."""
         return document_nats(self.model, examples, self.inference, task=self.task)
 
     def head(self, examples: Sequence[Example]) -> tuple[np.ndarray, np.ndarray]:
-        """As `head_scores`."""
+        """Return `head_scores` of the examples."""
         return head_scores(self.model, examples, self.inference, task=self.task)
 
     def ranks(self, examples: Sequence[Example]) -> np.ndarray:
-        """As `rank_choices`."""
+        """Return `rank_choices` of the examples."""
         return rank_choices(self.model, examples, self.inference, task=self.task)
 
     def names(self, classes: int) -> Sequence[str]:
-        """The classes in head order; by number where nobody named them."""
+        """Return the class names in head order; numbers if there are no names."""
         return self.label_names or [str(k) for k in range(classes)]
 
     def chosen(self, scores: np.ndarray) -> dict[str, list[Any]]:
-        """`label`, its `probability`, and `p_NAME` of every class, from log-likelihoods or logits (N, K)."""
+        """Return `label`, its `probability`, and `p_NAME` of every class, from log-likelihoods or logits (N, K)."""
         from scipy.special import softmax
 
         names, found = self.names(scores.shape[1]), softmax(scores, axis=1)
@@ -108,16 +110,17 @@ class Evaluator:
 
     @staticmethod
     def surprises(nats: np.ndarray, tokens: np.ndarray) -> dict[str, list[Any]]:
-        """`nats` of each example's supervised tokens, their number, and their perplexity."""
+        """Return the `nats` of each example's target tokens, their number, and their perplexity."""
         mean = nats / np.maximum(tokens, 1)
         return {"nats": nats.tolist(), "tokens": tokens.astype(int).tolist(), "perplexity": np.exp(mean).tolist()}
 
-    # ------------------------------------------------------------------------------------------------------- figures
+    # ------------------------------------------------------------------------------------------------------- metrics
 
     def ratio(
         self, name: str, values: Any, counts: Any, *, transform: Any = None, rows: Sequence[int] | None = None
     ) -> BootstrapInterval:
-        """The figure `name`: Σ values / Σ counts, then `transform`; of the examples at `rows`, by default all."""
+        """Compute and record the metric `name`: Σ values / Σ counts, then `transform`; of the examples at `rows`, by
+        default all."""
         share = bool(transform is None and np.all(np.asarray(counts) == 1) and np.isin(values, (0.0, 1.0)).all())
         self.figures[name] = Figure.over([values, counts], ratio_statistic(transform), rows, share=share)
         if transform is None and rows is None:
@@ -127,13 +130,13 @@ class Evaluator:
         return ratio_interval(values, counts, transform=transform, share=share, **self.draw)
 
     def mean(self, name: str, values: Any, *, rows: Sequence[int] | None = None) -> BootstrapInterval:
-        """The figure `name`: the mean of one value an example."""
+        """Compute and record the metric `name`: the mean of one value per example."""
         return self.ratio(name, values, np.ones(len(values)), rows=rows)
 
     def classes(self, true: Sequence[int], scores: np.ndarray, *, odds: bool = True) -> dict[str, BootstrapInterval]:
-        """`accuracy, f1_macro, matthews, majority_floor` of the class with the highest of the scores (N, K).
+        """Return `accuracy, f1_macro, matthews, majority_floor` of the class with the highest of the scores (N, K).
 
-        odds: scores are log-likelihoods up to a constant of each example, so that probabilities can be told.
+        odds: scores are log-likelihoods up to a constant per example, so that probabilities can be derived.
         """
         predicted = scores.argmax(-1).tolist()
         named = self.label_names or [str(place) for place in range(scores.shape[1])]
@@ -152,7 +155,7 @@ class Evaluator:
         of: str = "text",
         documents: np.ndarray | None = None,
     ) -> dict[str, BootstrapInterval]:
-        """The metrics that are judged by "text", or by the "hidden" tokens of one.
+        """Return the metrics computed from "text", or from "hidden" (masked) tokens.
 
         documents: of examples that are pieces, as `documents_of`; intervals are over those.
         """
@@ -169,10 +172,11 @@ class Evaluator:
         return found
 
     def ranked(self, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """`surprise`, and `accuracy, f1_macro, matthews, majority_floor` of the likeliest choice."""
+        """Return the metrics of `perplexity_metrics`, and `accuracy, f1_macro, matthews, majority_floor` of the
+        likeliest choice."""
         gold = [_gold(example, self.label_names) for example in examples]
         scores = self.ranks(examples)
-        # The row's own completion is one of the choices: its surprise is known.
+        # The gold completion is one of the choices, so its log-likelihood is known.
         nats = -scores[np.arange(len(gold)), gold]
         figures = self.perplexity_metrics(examples, nats, np.array([_supervised(example) for example in examples]))
         return figures | self.classes(gold, scores)
@@ -180,10 +184,10 @@ class Evaluator:
     def answers(
         self, examples: Sequence[Example], *, num_beams: int = 1, of: str = "answers"
     ) -> dict[str, BootstrapInterval]:
-        """The metrics that are judged by "answers" (or "seq2seq") of what the model writes, over the examples that have
-        one.
+        """Return the metrics computed from "answers" (or "seq2seq") that the model generates, over the examples that
+        have a reference.
 
-        Nothing where none has: conversations whose last answer `train.max_length` cut off.
+        Empty if none has: conversations whose last answer was cut off by `train.max_length`.
         """
         rows = [i for i, example in enumerate(examples) if example.answer is not None]
         if not rows:
@@ -219,8 +223,8 @@ def head_scores(
     *,
     task: Task,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The task's `example_losses` (N,) float64 and the head's outputs (N, C) float64 of the examples, in
-    order."""
+    """Return the task's `example_losses` (N,) float64 and the head's outputs (N, C) float64, in the order of the
+    examples."""
     losses, outputs = np.zeros(len(examples)), np.zeros((len(examples), 0))
     for micro in inference.batches(examples, task):
         batch = micro.to(inference.device)
@@ -228,7 +232,7 @@ def head_scores(
             logits = model(**batch.inputs).logits.float()
         if not outputs.shape[1]:
             outputs = np.zeros((len(examples), logits.shape[1]))
-        if not micro.samples:
+        if not micro.samples:  # no example here: this rank only took part in the collective pass
             continue
         index = [row[0] for row in micro.rows]
         losses[index] = task.example_losses(logits, batch.labels).double().cpu().numpy()

@@ -1,4 +1,4 @@
-"""What a tokenizer makes of texts: tokens a word, bytes a token, words cut up, and what of the vocabulary is used."""
+"""Tokenizer statistics on texts: tokens per word, bytes per token, split words, and use of the vocabulary."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _BATCH = 512
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A tokenizer and what each of its tokens is."""
+    """A tokenizer and the properties of each of its tokens."""
 
     tokenizer: Any
 
     @cached_property
     def pieces(self) -> list[str]:
-        """What each token decodes to by itself."""
+        """Decoded text of each token by itself."""
         count = len(self.tokenizer)
         return [str(self.tokenizer.decode([i])) for i in range(count)]
 
     @cached_property
     def part_of_character(self) -> NDArray[np.bool_]:
-        """Whether a token is some of the bytes of a character."""
+        """(V,) True if the token is a part of a character's bytes."""
         names = self.tokenizer.convert_ids_to_tokens(range(len(self.tokenizer)))
         return np.array(
             [
@@ -50,18 +50,18 @@ class Vocabulary:
 
     @cached_property
     def one_character(self) -> NDArray[np.bool_]:
-        """Whether a token is one character, blanks around it aside."""
+        """(V,) True if the token is one character, surrounding blanks aside."""
         return np.array([graphemes_of(piece.strip()) == 1 for piece in self.pieces]) & ~self.part_of_character
 
     @cached_property
     def scripts(self) -> Counter[str]:
-        """How many tokens have a letter of each script."""
+        """Number of tokens that have a letter of each script."""
         return Counter(name for piece in self.pieces for name, of in _SCRIPT.items() if of.search(piece))
 
 
 @dataclass(frozen=True)
 class TokenizedTexts:
-    """Texts as a tokenizer cuts them; arrays of N documents."""
+    """Statistics of tokenised texts; arrays of N documents."""
 
     tokens: NDArray[np.int64]
     words: NDArray[np.int64]
@@ -70,15 +70,15 @@ class TokenizedTexts:
     characters: NDArray[np.int64]
     bytes: NDArray[np.int64]
     parts: NDArray[np.int64]
-    """Tokens that are some bytes of a character"""
+    """Tokens that are part of a character's bytes"""
     unknown: NDArray[np.int64]
     single: NDArray[np.int64]
     """Tokens of one character"""
     used: Counter[int]
-    """How often each token occurs, over all documents"""
+    """Number of occurrences of each token over all documents"""
 
     def of(self, rows: NDArray[np.int64] | slice) -> dict[str, float | None]:
-        """The figures over some of the documents."""
+        """Return the metrics over some of the documents."""
 
         def share(a: NDArray, b: NDArray) -> float | None:
             whole = int(b[rows].sum())
@@ -96,7 +96,7 @@ class TokenizedTexts:
 
 
 def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
-    """Cut every text, without special tokens."""
+    """Tokenise every text, without special tokens."""
     tokenizer, unknown = vocabulary.tokenizer, vocabulary.tokenizer.unk_token_id
     rows: list[tuple[int, ...]] = []
     used: Counter[int] = Counter()
@@ -123,14 +123,14 @@ def cut_texts(vocabulary: Vocabulary, texts: Sequence[str]) -> TokenizedTexts:
 
 
 def _continued(text: str, words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> int:
-    """How many of the words a token begins inside of."""
+    """Return the number of words that have a token starting inside them."""
     begins = np.unique([a for a, b in offsets if b > a])
-    repeated = {a for (a, _), (c, _) in pairwise(offsets) if a == c}  # a character in parts
+    repeated = {a for (a, _), (c, _) in pairwise(offsets) if a == c}  # a character split into byte tokens
     found = at = 0
     for word in words:
         start = text.index(word, at)
         at = start + len(word)
-        # a token may begin with the blank before the word
+        # the first token of a word may include the blank before it
         inside = np.searchsorted(begins, at) - np.searchsorted(begins, start + 1)
         found += bool(inside > 0 or any(start <= place < at for place in repeated))
     return found

@@ -1,12 +1,13 @@
-"""What a model writes after prompts: greedily, by beams, or by draws of a seed and the prompt's place.
+"""Generate text after prompts: greedily, by beam search, or by sampling with a seed and the prompt's index.
 
-transformers draws from the global generator, for a whole batch at once. Here the processed logits get Gumbel noise and
-the largest is taken, which is a draw from their softmax (Gumbel 1954; Maddison et al. 2014, arXiv 1411.0030). The noise
-of prompt i comes from (seed, i) alone, so neither the batch size nor the neighbours change what is drawn.
+transformers samples from the global generator, for a whole batch at once. Here Gumbel noise is added to the processed
+logits and the largest is taken, which is a sample from their softmax (Gumbel 1954; Maddison et al. 2014, arXiv
+1411.0030). The noise of prompt i depends on (seed, i) only, so neither the batch size nor the other prompts change a
+sample.
 
-Prompts are padded on the left, so that every answer follows its prompt directly; an encoder's on the right. Behind soft
-tokens nothing is padded: it would lie between them and the prompt, and PEFT counts it as positions. The cache is used.
-How the next token is chosen is the caller's.
+Prompts are padded on the left, so that every answer directly follows its prompt; an encoder's on the right. With soft
+tokens there is no padding: it would come between them and the prompt, and PEFT counts it as positions. The cache is
+used. The caller chooses the decoding method.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ if TYPE_CHECKING:
 
 
 _COLDEST = 1e-4
-"""Below it logits over the temperature leave float32."""
+"""Lowest temperature above 0: below it, logits over the temperature overflow float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How the next token is chosen. Greedy by default."""
+    """Decoding settings. Greedy by default."""
 
     max_new_tokens: int = 64
-    """Longest answer, tokens."""
+    """Maximum tokens of an answer."""
     temperature: float = 0.0
-    """Divides the logits before a draw; 0: no draw, the likeliest token."""
+    """Divisor of the logits before sampling; 0: greedy, the likeliest token."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together have this probability (nucleus sampling, arXiv 1904.09751)."""
+    """Sample from the likeliest tokens that together have this probability (nucleus sampling, arXiv 1904.09751)."""
     top_k: int | None = None
-    """Draw among so many of the likeliest tokens."""
+    """Sample from this many of the likeliest tokens."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of the samples."""
     num_beams: int = 1
-    """Answers that are followed at once; the likeliest whole one is kept."""
+    """Beams of the beam search; the likeliest complete answer is kept."""
 
     def __post_init__(self) -> None:
         check_bounds(self, max_new_tokens=(1, None), temperature=(0, None), num_beams=(1, None), top_k=(1, None))
@@ -67,12 +68,12 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Generation:
-    """What the model wrote after one prompt."""
+    """Generated answer to one prompt."""
 
     ids: list[int]
     """Its tokens, without the end token."""
     ended: bool
-    """Whether it closed its answer; else `max_new_tokens` did."""
+    """True if it ended with an end token; False if it reached `max_new_tokens`."""
 
 
 def continue_prompts(
@@ -86,15 +87,15 @@ def continue_prompts(
     numbers: Sequence[int] | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[int, Generation]]:
-    """Pairs of a prompt's place and its answer, longest prompts first.
+    """Yield pairs of a prompt's index and its answer, longest prompts first.
 
-    What the backbone's own generation_config.json asks for (penalties, forced tokens, temperatures) is left out.
+    Settings of the backbone's own generation_config.json (penalties, forced tokens, temperatures) are ignored.
 
     Args:
-        end: the token, or tokens, that close an answer; None: only `max_new_tokens` does.
-        numbers: which of the seed's draws each prompt has; None: those of its place.
-        decoder_start: for encoder-decoders, the token that the decoder begins with.
-        on_token: as of `flatshift.finetune.evaluate.generation.generate_batches`.
+        end: the token, or tokens, that end an answer; None: only `max_new_tokens` does.
+        numbers: noise stream of each prompt; None: its index.
+        decoder_start: for encoder-decoders, the first token of the decoder.
+        on_token: as in `flatshift.finetune.evaluate.generation.generate_batches`.
 
     Raises:
         UserError: an empty prompt, or one that does not fit the backbone's positions together with the answer.
@@ -122,7 +123,7 @@ def continue_prompts(
 
 
 def _drawing(decoding: Decoding, places: Sequence[int]) -> list[Any]:
-    """The logits processors of one batch; none where nothing is drawn."""
+    """Return the logits processors of one batch; empty for greedy decoding."""
     from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     if decoding.temperature == 0:
@@ -138,13 +139,14 @@ def _drawing(decoding: Decoding, places: Sequence[int]) -> list[Any]:
 
 
 class GumbelNoise:
-    """A logits processor whose largest output is a draw from the softmax of its input, one stream of noise a row."""
+    """Logits processor whose largest output is a sample from the softmax of its input, with one noise stream per
+    prompt."""
 
     def __init__(self, seed: int, places: Sequence[int]) -> None:
         self.streams = [torch_generator(seed, "generate", place) for place in places]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """scores (B, V) + g, g = −log E with E ~ Exp(1); tokens left out stay at −∞."""
+        """Return scores (B, V) + g, g = −log E with E ~ Exp(1); excluded tokens stay at −∞."""
         noise = torch.stack(
             [torch.empty(scores.shape[1], dtype=torch.float64).exponential_(generator=s) for s in self.streams]
         )
@@ -153,7 +155,7 @@ class GumbelNoise:
 
 @contextlib.contextmanager
 def _without_own_settings(model: Any) -> Iterator[None]:
-    """`generate` fills what its caller leaves open from the model's own settings; here it finds none."""
+    """Clear the model's own generation settings, with which `generate` would fill every unset option."""
     from transformers import GenerationConfig
 
     base = getattr(model, "get_base_model", lambda: model)()
@@ -177,7 +179,7 @@ def _check_room(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: in
             )
 
 
-# ---------------------------------------------------------------------------------------------------- a batch at a time
+# ---------------------------------------------------------------------------------------------------- batches
 
 
 @torch.no_grad()
@@ -190,14 +192,15 @@ def generate_batches(
     processors: Callable[[Sequence[int]], list[Any]] | None = None,
     on_token: Callable[[int], None] | None = None,
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Runs of prompts, the longest first: their places, and the tokens (B, T) written after each, padded at the end.
+    """Yield batches of prompts, the longest first: their indices, and the tokens (B, T) generated after each, padded on
+    the right.
 
-    Every process of `inference.share` goes through the same batches; only its own prompts come.
+    Every process of `inference.share` runs the same batches, but yields only its own prompts.
 
-    Arguments:
-        config: transformers' own, with the pad token; a `decoder_start_token_id` says that an encoder reads prompts.
-        processors: of the prompts at these places, what changes their logits; a pipeline's stand-in takes none.
-        on_token: told each token of a single prompt as soon as it is chosen (one beam).
+    Args:
+        config: transformers' own, with the pad token; a `decoder_start_token_id` marks an encoder-decoder.
+        processors: returns the logits processors for the prompts at these indices; a pipeline's stand-in supports none.
+        on_token: called with each token of a single prompt as soon as it is chosen (one beam).
     """
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
@@ -220,13 +223,13 @@ def generate_batches(
                 generation_config=config,
                 **more,
             )
-        if counts:
+        if counts:  # else this process only took part in the collective passes
             yield places, out[:, 1 if apart else ids.shape[1] :]
         inference.beat(len(batch))
 
 
 class _Heard:
-    """A stopping criterion that stops nothing: it tells of a token."""
+    """Stopping criterion that never stops: it reports a heartbeat for each token."""
 
     def __init__(self, inference: EvalBatching) -> None:
         self.inference = inference
@@ -237,7 +240,7 @@ class _Heard:
 
 
 class _Streamer:
-    """transformers' interface: the prompt first, then token by token."""
+    """Streamer for transformers, which passes the prompt first, then token by token."""
 
     def __init__(self, told: Callable[[int], None]) -> None:
         self.told, self.begun = told, False
@@ -252,12 +255,12 @@ class _Streamer:
 
 
 def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, apart: bool) -> str | None:
-    """The room that a prompt and its answer do not fit, as in `the backbone's 96 positions`; None where they do.
+    """Describe the limit that a prompt and its answer exceed, as in `the backbone's 96 positions`; None if they fit.
 
-    apart: encoder and decoder count their own positions.
+    apart: encoder and decoder have separate positions.
     """
     limit = usable_positions(model.config)
-    soft = getattr(model, "soft_tokens", 0)  # they stand before every prompt, and features before them
+    soft = getattr(model, "soft_tokens", 0)  # they take positions before every prompt, and features before them
     needed = max(len(prompt), 1 + max_new_tokens) if apart else len(prompt) + max_new_tokens
     if limit is None or needed + soft <= limit:
         return None
@@ -265,7 +268,7 @@ def context_overflow(model: Any, prompt: Sequence[int], max_new_tokens: int, *, 
 
 
 def _batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Iterator[list[int]]:
-    """Places of at most `size` prompts, the longest first; alike: only of prompts of one length."""
+    """Yield indices of at most `size` prompts, the longest first; alike: only prompts of equal length together."""
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     runs = itertools.groupby(order, key=lambda i: len(prompts[i]) if alike else 0)
     for _, run in runs:
@@ -273,14 +276,14 @@ def _batches(prompts: Sequence[Sequence[int]], size: int, *, alike: bool) -> Ite
 
 
 def batched(items: list[int], size: int) -> Iterator[list[int]]:
-    """Lists of at most `size` items, in order."""
+    """Yield lists of at most `size` items, in order."""
     iterator = iter(items)
     while batch := list(itertools.islice(iterator, size)):
         yield batch
 
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    """Token ids (B, T) of rows of any length, padded on one side, and their mask (1: real), both int64."""
+    """Return token ids (B, T) of rows of any length, padded on one side, and their mask (1: real), both int64."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), pad_id)
     mask = torch.zeros_like(ids)

@@ -1,18 +1,19 @@
-"""The metrics: one entry each, read by whatever judges, draws, sorts or writes about them. Imports nothing heavy.
+"""Table of the metrics: one entry each, used to evaluate, plot, sort and describe them. Imports nothing heavy.
 
-To add one: a function beside its like, and an entry here. What a function takes depends on what it is judged by:
+To add a metric: add a function next to similar ones, and an entry here. The function's arguments depend on the data
+that the metric is computed from:
 
     "document"             (flatshift.finetune.evaluate.text.Counts) → (values, counts, transform or None)
     "text", "hidden"       (nats, tokens, bytes) of documents, (n,) each → (values, counts, transform or None)
     "answers", "seq2seq"   (answer, reference), two strings → float
-    "agreement"            the same, or (part, whole) of a ratio; judged only where `task.metrics` names it
-    "samples"              what a model wrote after one prompt, several texts → float or None (`flatshift generate`)
+    "agreement"            the same, or (part, whole) of a ratio; computed only if `task.metrics` names it
+    "samples"              several generated texts for one prompt → float or None (`flatshift generate`)
     "toxicity"             the scores of those texts, [0, 1] each → float
     "classes"              (flatshift.finetune.evaluate.classes.LabelPairs, weights (R, U)) → (R,)
     "preferences"          (rewards, signs) of each example's answers, (n, 1 or 2) each → (values, counts)
-    "reference"            log p − log p of the backbone of each example's answers, (n, 1 or 2) → (values, counts)
+    "reference"            log p − log p of the base model of each example's answers, (n, 1 or 2) → (values, counts)
     "sets"                 (flatshift.finetune.evaluate.multilabel.Sets, weights (R, n)) → (R,)
-    "numbers"              (true, predicted, mean of the training rows), (R, n) each → (R,)
+    "numbers"              (true, predicted, mean of the training targets), (R, n) each → (R,)
 """
 
 from __future__ import annotations
@@ -32,35 +33,36 @@ _POSITIVE = (0.0, math.inf)
 _ANY = (-math.inf, math.inf)
 _LACK = "lack_of_"
 ROW_SHARES = ("accuracy",)
-"""Of classes and sets: shares of rows that count (`flatshift.finetune.evaluate.bootstrap.possible_share`)."""
+"""Metrics of classes and sets that are fractions of rows (`flatshift.finetune.evaluate.bootstrap.possible_share`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A figure of a model on a split, as eval.json, trace lines and tables of sweeps name it."""
+    """A metric of a model on a split, as named in eval.json, trace lines and tables of sweeps."""
 
     name: str
     title: str
-    """For a reader."""
+    """Human-readable name."""
     unit: str = ""
-    """In words."""
+    """Unit in words."""
     lower: bool = False
-    """Whether lower is better."""
+    """True if lower is better."""
     bounds: tuple[float, float] | None = None
-    """What it can be at all; None where nothing is known of it."""
+    """Range of possible values; None if unknown."""
     shown_as_share: bool = False
-    """Drawn on the axis that all shares and correlations have in common."""
+    """Plot on the common axis of fractions and correlations."""
     floor: str | None = None
-    """The figure beside it of a model that has learnt nothing but what is common."""
+    """Name of the baseline metric shown next to it: a constant prediction learnt from frequencies alone."""
     is_floor: bool = False
     headline: int = 0
-    """Its turn in a headline, from 1 on; 0: after those, as it comes."""
+    """Rank in a headline, from 1; 0: after the ranked ones, in the given order."""
     tile: int = 0
-    """Its turn among the tiles of a run's page, from 1 on; 0: has none."""
+    """Rank among the tiles of a run's page, from 1; 0: no tile."""
     hub: str | None = None
-    """Its name on the hub."""
+    """Name on the hub."""
     by: Mapping[str, str] = field(default_factory=dict)
-    """What it is judged by: `module:function` of this package. Empty: recorded along the steps only."""
+    """Functions that compute it: kind of data → `module:function` of this package. Empty: only recorded during
+    training."""
 
 
 _ALL = (
@@ -233,8 +235,8 @@ METRICS = {metric.name: metric for metric in _ALL}
 
 
 def metric_of(name: str) -> Metric:
-    """The metric of this name, what it lacks (`loss_form`) included; for a figure that is none of ours, one of which
-    nothing is known but its name."""
+    """Return the metric of this name, including the loss form (`loss_form`) of one; an unknown name gives a metric with
+    only that name."""
     whole = METRICS.get(name.removeprefix(_LACK))
     if whole is not None and name.startswith(_LACK) and whole.bounds is not None:
         bounds = (0.0, whole.bounds[1] - whole.bounds[0])
@@ -246,18 +248,18 @@ def metric_of(name: str) -> Metric:
 
 
 def loss_form(name: str) -> str:
-    """The figure that falls as the metric `name` gets better: itself, of accuracy the error, else 1 less the metric,
-    which is at best 1."""
+    """Return the metric that decreases as the metric `name` improves: itself, the error for accuracy, else 1 minus the
+    metric, whose best value is 1."""
     return "error" if name == "accuracy" else name if metric_of(name).lower else f"{_LACK}{name}"
 
 
 def names_of(*judged_by: str) -> tuple[str, ...]:
-    """The metrics that are judged by any of these."""
+    """Return the names of the metrics computed from any of these kinds of data."""
     return tuple(metric.name for metric in _ALL if metric.by.keys() & set(judged_by))
 
 
 def check_named(names: Iterable[str], judged_by: str, setting: str) -> None:
-    """Raise UserError, beginning with `setting`, for a name that is no metric of these."""
+    """Raise UserError, starting with `setting`, for a name that is not one of these metrics."""
     known = names_of(judged_by)
     for name in names:
         if name not in known:
@@ -267,7 +269,8 @@ def check_named(names: Iterable[str], judged_by: str, setting: str) -> None:
 
 
 def functions(judged_by: str) -> dict[str, Callable[..., Any]]:
-    """What computes each metric that is judged by, for example, "classes"; by name, in the order of the table."""
+    """Return the function of each metric computed from one kind of data, for example "classes"; by name, in the order
+    of the table."""
     found = {}
     for metric in _ALL:
         if judged_by in metric.by:
@@ -277,10 +280,10 @@ def functions(judged_by: str) -> dict[str, Callable[..., Any]]:
 
 
 def in_headline_order(names: Iterable[str]) -> list[str]:
-    """Those that have a turn in a headline first; then the others as they come."""
+    """Sort names by their rank in a headline; unranked ones follow in the given order."""
     return sorted(names, key=lambda name: metric_of(name).headline or math.inf)
 
 
 def on_tiles(names: Iterable[str]) -> list[str]:
-    """Those that have a tile on a run's page, in their turn."""
+    """Return those with a tile on a run's page, by rank."""
     return sorted((name for name in names if metric_of(name).tile), key=lambda name: metric_of(name).tile)

@@ -1,9 +1,9 @@
-"""Figures of rows with any number of classes, with bootstrap intervals over rows.
+"""Metrics of examples with any number of classes, with bootstrap intervals over examples.
 
 Definitions are scikit-learn's on indicator matrices, checked against it in the tests: `accuracy_score` (of whole sets),
-`f1_score` with "micro" (zero_division=0) and "macro" (over the classes that occur, as zero_division=nan has it), and
-`average_precision_score` as the mean over classes that occur in truth. A class is said where its logit is above 0.
-All statistics take weights (R, n): how often each of n rows occurs in each of R resamples.
+`f1_score` with "micro" (zero_division=0) and "macro" (over the classes that occur, like zero_division=nan), and
+`average_precision_score` as the mean over classes that occur in truth. A class is predicted if its logit is above 0.
+All statistics take weights (R, n): the number of times each of n examples occurs in each of R resamples.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .metrics import ROW_SHARES, functions
 
 @dataclass(frozen=True)
 class Sets:
-    """Rows with any number of classes, and what was said of them."""
+    """True sets of classes and logits of n examples."""
 
     true: NDArray[np.bool_]
     """(n, C)"""
@@ -30,19 +30,19 @@ class Sets:
 
     @cached_property
     def said(self) -> NDArray[np.bool_]:
-        """(n, C) classes whose logit is above 0."""
+        """(n, C) predicted classes: those with a logit above 0."""
         return np.asarray(self.logits > 0)
 
     @cached_property
     def commonest(self) -> NDArray[np.bool_]:
-        """(C,) the set of classes of most rows."""
+        """(C,) most frequent set of classes."""
         (key, _), *_ = Counter(row.tobytes() for row in self.true).most_common(1) or [(b"", 0)]
         return np.frombuffer(key, dtype=np.bool_)
 
     @cached_property
     def best(self) -> NDArray[np.bool_]:
-        """(C,) the set of classes that has the highest micro F1 if every row is answered with it: the k most frequent,
-        for the best k ≥ 1."""
+        """(C,) the set of classes with the highest micro F1 as a constant prediction: the k most frequent, for the best
+        k ≥ 1."""
         counts = self.true.sum(axis=0)
         order = np.argsort(-counts, kind="stable")
         k = np.arange(1, len(counts) + 1)
@@ -61,12 +61,12 @@ def judge_sets(
     seed: int,
     figures: dict[str, Figure] | None = None,
 ) -> dict[str, BootstrapInterval]:
-    """The metrics that are judged by "sets", with intervals, of n rows with C classes; `figures` receives each.
+    """Return the metrics computed from "sets", with intervals, of n examples with C classes; `figures` receives each.
 
-    Arguments:
+    Args:
         true, logits: (n, C).
     Raises:
-        UserError: no row.
+        UserError: no example.
     """
     sets = Sets(true, logits)
     statistics = {name: partial(function, sets) for name, function in functions("sets").items()}
@@ -83,30 +83,31 @@ def judge_sets(
 
 
 def accuracy(sets: Sets, weights: NDArray) -> NDArray:
-    """(R,) share of rows whose whole set of classes is right."""
+    """Return (R,) fraction of examples whose whole set of classes is correct."""
     return _mean((sets.said == sets.true).all(axis=1), weights)
 
 
 def f1_micro(sets: Sets, weights: NDArray) -> NDArray:
-    """(R,) 2·hits / (true + said) over all classes together; 0 where there is neither."""
+    """Return (R,) 2·hits / (true + predicted) over all classes together; 0 if there is neither."""
     return _f1_micro(sets.true, sets.said, weights)
 
 
 def f1_macro(sets: Sets, weights: NDArray) -> NDArray:
-    """(R,) mean of 2·hits / (true + said) over the classes that occur in the resample, true or said."""
+    """Return (R,) mean of 2·hits / (true + predicted) over the classes that occur in the resample, true or
+    predicted."""
     hits, total = _hits(sets.true, sets.said, weights)
     return _ratio(_ratio(2.0 * hits, total).sum(-1), (total > 0).sum(-1))
 
 
 def average_precision(sets: Sets, weights: NDArray) -> NDArray:
-    """(R,) mean over the classes that the resample has of Σ (recallₖ − recallₖ₋₁) · precisionₖ, over the distinct
-    scores from the highest down."""
+    """Return (R,) mean over the classes in the resample of Σ (recallₖ − recallₖ₋₁) · precisionₖ, over the distinct
+    scores in descending order."""
     true, scores = sets.true, sets.logits
     total, classes = np.zeros(len(weights)), np.zeros(len(weights))
     for k in range(true.shape[1]):
         order = np.argsort(-scores[:, k], kind="stable")
         ranked = scores[order, k]
-        ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # rows of one score come in together
+        ends = np.flatnonzero(np.append(ranked[1:] != ranked[:-1], True))  # tied scores enter together
         drawn = weights[:, order]
         hits = np.cumsum(drawn * true[order, k], axis=1)[:, ends]
         precision = _ratio(hits, np.cumsum(drawn, axis=1)[:, ends])
@@ -117,13 +118,13 @@ def average_precision(sets: Sets, weights: NDArray) -> NDArray:
 
 
 def majority(sets: Sets, weights: NDArray) -> NDArray:
-    """(R,) accuracy of always answering these rows' commonest set of classes."""
+    """Return (R,) accuracy of the majority baseline: always predicting these examples' most frequent set of classes."""
     return _mean((sets.true == sets.commonest).all(axis=1), weights)
 
 
 def best_constant(sets: Sets, weights: NDArray) -> NDArray:
-    """(R,) micro F1 of always answering the one set of classes that has the highest (some of the most frequent ones, no
-    row looked at)."""
+    """Return (R,) micro F1 of the best constant prediction (some of the most frequent classes, whatever the
+    example)."""
     return _f1_micro(sets.true, np.broadcast_to(sets.best, sets.true.shape), weights)
 
 
@@ -137,7 +138,7 @@ def _mean(values: NDArray, weights: NDArray) -> NDArray:
 
 
 def _hits(true: NDArray[np.bool_], said: NDArray[np.bool_], weights: NDArray) -> tuple[NDArray, NDArray]:
-    """(R, C) rows where a class is true and said, and its rows true plus its rows said."""
+    """Return (R, C) examples for which a class is both true and predicted, and the sum of true and predicted ones."""
     return weights @ (true & said).astype(np.float64), weights @ (true.astype(np.float64) + said)
 
 

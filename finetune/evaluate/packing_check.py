@@ -1,6 +1,7 @@
-"""Whether packed samples see each other, measured on the model at hand, and by which attention they are kept apart.
+"""Check on the model itself that packed examples do not attend to each other, and choose the attention that isolates
+them.
 
-Models that build their masks otherwise than from restarted positions (recurrent ones, ALiBi) would leak in silence.
+Models whose masks do not follow from restarted positions (recurrent ones, ALiBi) would leak silently.
 """
 
 from __future__ import annotations
@@ -23,26 +24,27 @@ if TYPE_CHECKING:
     from ..parallel.engine import Engine
 
 _NOISE = 10.0
-"""Factor above its own noise from which a difference is a leak, on a model that does not repeat its bits."""
+"""Ratio to the model's own noise above which a difference is a leak, for a model that is not bit-reproducible."""
 
 
 def check_packing_isolation(
     model: torch.nn.Module, *, starts: bool = False, agree: Callable[[bool], bool] = lambda differs: differs
 ) -> None:
-    """Check on the model itself that a packed sample sees nothing of its neighbours.
+    """Check on the model itself that a packed example is independent of its neighbours.
 
-    Runs eight tokens behind eight others, then behind eight different ones at the same shape, in evaluation mode and
-    without gradients, called as the loop calls it: a model whose `config.use_cache` is on does leak, because
-    transformers then overlooks the restarts. Any difference in the sample's logits is a leak, in every precision.
+    Runs eight tokens after eight others, then after eight different ones with the same shape, in evaluation mode and
+    without gradients, called as in the training loop: a model whose `config.use_cache` is on does leak, because
+    transformers then ignores the restarted positions. Any difference in the example's logits is a leak, in every
+    precision.
 
     Two kinds of model change bits without a leak: nondeterministic kernels differ between two equal calls, and a
-    mixture of experts (or an int8 product) computes in shapes that follow from all tokens of a batch. So a difference
-    is compared with that of two equal calls, and of two calls whose other tokens are rows of their own: only where
-    these differ too, a leak is a difference more than ten times as large.
+    mixture of experts (or an int8 product) computes in shapes that depend on all tokens of a batch. So the difference
+    is compared with that of two equal calls, and of two calls whose other tokens are in rows of their own: only if
+    these differ too does a leak need a difference more than ten times as large.
 
-    Arguments:
-        starts: tell the model where samples begin (`as_mask`), as the loop does on CUDA.
-        agree: whether any rank of a mesh has found a difference; every rank calls this.
+    Args:
+        starts: pass the starts of the examples to the model (`as_mask`), as the loop does on CUDA.
+        agree: reduces "this rank has found a difference" to True if any rank has; every rank calls this.
     Raises:
         UserError: the logits differ, or the model takes no positions; names the setting that turns packing off.
     """
@@ -71,7 +73,7 @@ def check_packing_isolation(
         if not agree(moved != 0):
             return
         noise = max(_distance(before, packed(tokens)), _distance(in_rows(tokens), in_rows(others)))
-    if not moved <= _NOISE * noise:
+    if not moved <= _NOISE * noise:  # NaN is a leak too
         share = moved / max(before.abs().max().item(), 1e-12)
         raise UserError(
             f"this backbone lets packed samples see each other (logits move by {share:.1e} of their size); {advice}"
@@ -79,7 +81,7 @@ def check_packing_isolation(
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest difference; NaN where a side has one."""
+    """Return the largest difference; NaN if either side has one."""
     return float((one - other).abs().max())
 
 
@@ -87,10 +89,11 @@ def _distance(one: Tensor, other: Tensor) -> float:
 def rows_apart(
     engine: Engine, train: Train, device: torch.device, say: Callable[[str], None], *, kernel: Kernel = flash
 ) -> Iterator[bool]:
-    """Whether packed rows are attended to sample by sample inside; the backbone has its own attention afterwards.
+    """Yield True if packed rows are attended to example by example inside; the backbone's own attention is restored
+    afterwards.
 
-    say: told in a line what was chosen and why. The kernel is taken only where `check_packing_isolation` finds that no
-    sample sees another by it, and where it runs at all.
+    say: called with one line about the choice and its reason. The kernel is used only if it runs and
+    `check_packing_isolation` finds that it isolates the examples.
     """
     base: Any = engine.peft.get_base_model()
     before = base.config._attn_implementation
@@ -110,7 +113,7 @@ def rows_apart(
 
 
 def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
-    """What is wrong with the kernel on this backbone, tried out; None where samples do not see each other."""
+    """Try the kernel on this backbone and return the problem; None if examples do not attend to each other."""
     try:
         with autocast(train, device):
             check_packing_isolation(engine.judged, starts=True, agree=engine.world.any)
@@ -122,6 +125,6 @@ def _broken(engine: Engine, train: Train, device: torch.device) -> str | None:
 
 
 def _agreed(engine: Engine, reason: str | None) -> str | None:
-    """A reason that any rank has holds for all; collective on a mesh."""
+    """Return the reason if any rank has one (others get a generic one); collective on a mesh."""
     anywhere = engine.world.any(reason is not None)
     return reason or ("another rank cannot" if anywhere else None)

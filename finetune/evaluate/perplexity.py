@@ -1,4 +1,4 @@
-"""How surprised a language model is, document by document."""
+"""Log-likelihood of a language model, document by document, and the metrics derived from it."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 LOGITS = 1 << 28
-"""Logits that exist at once, at most (one row always may): 1 GiB in float32."""
+"""Maximum number of logits in memory at once (one sequence is always allowed): 1 GiB in float32."""
 
 
 def token_nats(
     values: Tensor, labels: Tensor, task: Task, *, linear: torch.nn.Linear | None = None
 ) -> tuple[Tensor, Tensor]:
-    """−log p of every supervised token.
+    """Return −log p of every target token.
 
-    Arguments:
+    Args:
         values: logits (B, T, V); position t predicts the token at t + 1 (`task.causal`; else the label at t). With
-            `linear` the hidden states (B, T, D) that it makes logits of, for some supervised tokens at a time.
-        labels: (B, T), −100 where unsupervised.
+            `linear` the hidden states (B, T, D) from which it computes logits, for some target tokens at a time.
+        labels: (B, T), −100 where there is no target.
     Returns:
         nats (n,) float32, and the row (n,) that each belongs to.
     """
@@ -63,14 +63,14 @@ def document_nats(
     task: Task,
     masked: bool = True,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Summed −log p of the supervised tokens of each example, and their number.
+    """Return the summed −log p of the target tokens of each example, and their number.
 
-    The model is called as it stands: put it into evaluation mode before (`evaluating`). `task` says how the examples
-    were encoded; all causal tasks are alike here. In one process, where the head is a plain one
-    (`flatshift.finetune.compute.loss.find_head`), logits are made of some supervised tokens at a time.
+    The model must be in evaluation mode (`evaluating`). `task` is the one that encoded the examples; all causal tasks
+    are equivalent here. In one process and with a plain head (`flatshift.finetune.compute.loss.find_head`), logits are
+    computed for some target tokens at a time.
 
-    masked: hand the model a mask of the padding. A causal model needs none for figures of tokens before it, and
-        attends faster without.
+    masked: pass the model a mask of the padding. A causal model does not need it for tokens before the padding, and
+    attends faster without.
 
     Returns:
         nats (N,) float64 and tokens (N,) int64, in the order of `examples`.
@@ -93,7 +93,7 @@ def document_nats(
                 each, rows = token_nats(logits, batch.labels, task) if micro.samples else (logits, logits)
             else:
                 each, rows = _by_head(model, head, batch, task)
-        if not micro.samples:
+        if not micro.samples:  # this rank has no example of the batch, and only took part in the collective pass
             continue
         index = np.array([row[0] for row in micro.rows])
         sums = torch.zeros(len(index), dtype=torch.float64, device=each.device).index_add_(0, rows, each.double())
@@ -103,7 +103,7 @@ def document_nats(
 
 
 def _by_head(model: torch.nn.Module, head: Head, batch: MicroBatch, task: Task) -> tuple[Tensor, Tensor]:
-    """`token_nats` without ever holding all logits."""
+    """Compute `token_nats` without ever holding all logits."""
     return head.taken(
         lambda hidden: token_nats(hidden, batch.labels, task, linear=head.linear),
         lambda: model(**batch.inputs, **_no_cache(task)),
@@ -115,11 +115,11 @@ def _no_cache(task: Task) -> dict[str, bool]:
 
 
 Ratio = tuple[np.ndarray, np.ndarray, Callable[[Any], Any] | None]
-"""Σ values / Σ counts, and what is then done to it."""
+"""Σ values / Σ counts, and a transform applied to the ratio."""
 
 
 def loss(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
-    """Nats per supervised token."""
+    """Nats per target token."""
     return nats, tokens, None
 
 
@@ -129,5 +129,5 @@ def perplexity(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
 
 
 def bits_per_byte(nats: np.ndarray, tokens: np.ndarray, size: np.ndarray) -> Ratio:
-    """nats / ln 2 / UTF-8 bytes of the supervised text."""
+    """nats / ln 2 / UTF-8 bytes of the target text."""
     return nats, size * math.log(2.0), None

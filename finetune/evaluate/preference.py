@@ -1,4 +1,4 @@
-"""Which of two answers a model prefers: its implicit rewards, example by example, and figures of them."""
+"""Preferences of a model between two answers: its implicit rewards per example, and metrics of them."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
 
 
 Ratio = tuple[np.ndarray, np.ndarray]
-"""What a metric makes of N examples: values and counts, (N,) each."""
+"""Values and counts of a metric for N examples, (N,) each."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model makes of the answers of N examples, S of each: chosen and rejected, or only one."""
+    """Rewards and losses of the answers of N examples, S of each: chosen and rejected, or only one."""
 
     rewards: np.ndarray
     """(N, S) float64: implicit rewards (`Preference.rewards`)."""
     losses: np.ndarray
-    """(N,) float64: summed over what the loss is divided by (`items`)."""
+    """(N,) float64: losses summed over an example's `items`."""
     signs: np.ndarray
-    """(N, S): 1 of an answer that is chosen or desirable, else −1."""
+    """(N, S): 1 for an answer that is chosen or desirable, else −1."""
     items: int
-    """Pairs of an example, or answers: 1 or 2."""
+    """Terms of the loss's mean per example, 1 or 2: pairs, or answers."""
     log_ratios: np.ndarray | None
-    """(N, S): log p − log p of the backbone, nats an answer; None of a loss that compares with nothing."""
+    """(N, S): log p − log p of the base model, nats per answer; None for a loss without a reference."""
 
     @property
     def paired(self) -> bool:
-        """Whether examples have two answers."""
+        """True if examples have two answers."""
         return self.rewards.shape[1] == 2
 
     def ratios(self) -> dict[str, Ratio]:
-        """Σ values and Σ counts of every metric that these examples have, by name."""
+        """Return Σ values and Σ counts of every metric that applies to these examples, by name."""
         found = {name: of(self.rewards, self.signs) for name, of in functions("preferences").items()}
         if self.log_ratios is not None:
             found |= {name: of(self.log_ratios) for name, of in functions("reference").items()}
@@ -66,13 +66,13 @@ def score_answers(
     head: Head | None = None,
     beat: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Rewards and losses of every example, in order; KTO's drift is of all of them together.
+    """Return rewards and losses of every example, in order; KTO's drift is computed over all of them.
 
-    Reads each answer with the adapter and, where the loss compares with the backbone, without.
-    On a mesh every rank calls this and gets all.
+    Reads each answer with the adapter and, if the loss has a reference, without it.
+    On a mesh every rank calls this and gets all results.
     """
     count = 1 + (examples[0].rejected_ids is not None)
-    found = np.zeros((5, len(examples), count))  # log p, that of the backbone, tokens, signs, mismatched log-ratio
+    found = np.zeros((5, len(examples), count))  # log p, that of the base model, tokens, signs, mismatched log-ratio
     whole = None if head is not None else LOGITS // (count * vocabulary_size(model))
     with evaluating(model):
         for micro in inference.batches(examples, task, max_tokens=whole):
@@ -117,7 +117,7 @@ def score_answers(
 
 
 def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> Scores:
-    """`score_answers` of the model under judgement."""
+    """Return `score_answers` of the model under evaluation."""
     inference, head = judge.inference, None
     if inference.share == ALONE:
         first = next(inference.batches(examples[:1], judge.task))
@@ -127,8 +127,8 @@ def answer_scores(judge: Evaluator, examples: Sequence[Example]) -> Scores:
 
 
 def judge_answers(judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-    """`loss`, and of pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; of single answers the
-    mean rewards of those that are desirable (chosen) and of the others (rejected). Of a loss with a reference also
+    """Return `loss`, and for pairs `preference_accuracy, reward_margin, chosen_reward, rejected_reward`; for single
+    answers the mean rewards of desirable (chosen) and of other (rejected) ones. With a reference also
     `reference_distance`."""
     scores = answer_scores(judge, examples)
     figures = {"loss": judge.ratio("loss", scores.losses, np.full(len(examples), scores.items))}
@@ -136,7 +136,7 @@ def judge_answers(judge: Evaluator, examples: Sequence[Example]) -> dict[str, Bo
 
 
 def quick_figures(scores: Scores) -> dict[str, float]:
-    """The same figures without intervals."""
+    """Return the same metrics without intervals."""
     figures = {name: float(values.sum() / counts.sum()) for name, (values, counts) in scores.ratios().items()}
     return {"loss": float(scores.losses.sum() / (len(scores.losses) * scores.items)), **figures}
 
@@ -145,28 +145,28 @@ def quick_figures(scores: Scores) -> dict[str, float]:
 
 
 def accuracy(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
-    """Pairs whose chosen answer has the higher reward; a tie is half of one."""
+    """Count the pairs whose chosen answer has the higher reward; a tie counts half."""
     ahead = _margins(rewards)
     return (ahead > 0) + 0.5 * (ahead == 0), _pairs(rewards)
 
 
 def margin(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
-    """Reward of the chosen answer less that of the rejected one."""
+    """Return the reward of the chosen answer minus that of the rejected one."""
     return _margins(rewards), _pairs(rewards)
 
 
 def chosen(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
-    """Reward of answers that are chosen or desirable."""
+    """Return the rewards of answers that are chosen or desirable."""
     return (rewards * (signs > 0)).sum(1), (signs > 0).sum(1).astype(float)
 
 
 def rejected(rewards: np.ndarray, signs: np.ndarray) -> Ratio:
-    """Reward of answers that are rejected or undesirable."""
+    """Return the rewards of answers that are rejected or undesirable."""
     return (rewards * (signs < 0)).sum(1), (signs < 0).sum(1).astype(float)
 
 
 def distance(log_ratios: np.ndarray) -> Ratio:
-    """Nats by which an answer's log-likelihood is away from the backbone's, up or down."""
+    """Return the absolute difference, in nats, of an answer's log-likelihood from the base model's."""
     return np.abs(log_ratios).sum(1), np.full(len(log_ratios), float(log_ratios.shape[1]))
 
 

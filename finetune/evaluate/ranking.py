@@ -1,11 +1,11 @@
-"""Label ranking by a decoder: which label's completion is likeliest after the prompt.
+"""Label ranking by a decoder: the label whose completion is likeliest after the prompt.
 
 The score of a label is the summed log-probability of its whole completion, end-of-sequence token included; so no label
-wins by being the beginning of another, and scores are proper log-likelihoods (not divided by length).
+wins by being a prefix of another, and scores are proper log-likelihoods (not divided by length).
 
-Choices of one item share its prompt, so the prompt goes through the model once and its cached keys and values are
-repeated. Whether a model's cache can do that is not guessed: the first item is scored both ways, and a model that does
-not agree (or has no such cache) gets every (prompt, choice) pair as a row of its own.
+Choices of one example share its prompt, so the prompt is run once and its cached keys and values are repeated. Support
+for this is tested: examples are scored both ways first, and a model whose results differ (or that has no such cache)
+gets every (prompt, choice) pair as a separate sequence.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 _VECTORS = 1 << 26
-"""Bytes of vectors (`adapter.projector`) that rows hold at once: 64 MiB."""
+"""Bytes of feature vectors (`adapter.projector`) that sequences hold at once: 64 MiB."""
 
 
 def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatching, *, task: Task) -> np.ndarray:
-    """Log-likelihood in nats of every choice of every example, (N, K) float64.
+    """Return the log-likelihood in nats of every choice of every example, (N, K) float64.
 
-    The model is called as it stands: put it into evaluation mode before (`evaluating`). Each example has K `choices`.
+    The model must be in evaluation mode (`evaluating`). Each example has K `choices`.
     """
     if not _can_share(model, examples, inference, task):
         return _separately(model, examples, inference, task)
@@ -50,9 +50,9 @@ def rank_choices(model: Any, examples: Sequence[Example], inference: EvalBatchin
 
 
 def _can_share(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> bool:
-    """Whether both ways agree on the shortest and the longest item together (so that padding is in play)."""
+    """True if both ways agree on the shortest and the longest example together (so that padding is included)."""
     if any(not prompt_of(example) or example.features is not None for example in examples):
-        return False  # no prompt to share, or one that begins with vectors
+        return False  # no prompt to share, or one that starts with feature vectors
     by_length = sorted(examples, key=lambda example: len(example.input_ids))
     probe = [by_length[0], by_length[-1]]
     alone = replace(inference.share, index=0, width=1, add=ALONE.add)
@@ -66,7 +66,8 @@ def _can_share(model: Any, examples: Sequence[Example], inference: EvalBatching,
 
 
 def _separately(model: Any, examples: Sequence[Example], inference: EvalBatching, task: Task) -> np.ndarray:
-    """Every (prompt, choice) pair as a row of its own; where each has a copy of vectors, some examples at a time."""
+    """Score every (prompt, choice) pair as a separate sequence; if each has a copy of feature vectors, some examples at
+    a time."""
     size, first = len(examples), examples[0]
     if first.features is not None:
         each = sum(len(vector) * vector.itemsize for vector in first.features)
@@ -80,7 +81,7 @@ def _apart(model: Any, examples: Sequence[Example], inference: EvalBatching, tas
     for example in examples:
         prompt = prompt_of(example)
         for choice in example.choices or ():
-            context = prompt or list(choice[:1])  # nothing predicts the first token of a row without prompt
+            context = prompt or list(choice[:1])  # the first token of a sequence without prompt cannot be predicted
             rest = list(choice) if prompt else list(choice[1:])
             labels = [IGNORE] * len(context) + rest
             rows.append(Example([*context, *rest], labels, example.id, example.where, features=example.features))
@@ -89,7 +90,7 @@ def _apart(model: Any, examples: Sequence[Example], inference: EvalBatching, tas
 
 
 def _shared(model: Any, examples: Sequence[Example], inference: EvalBatching) -> np.ndarray:
-    """B items with K choices each, (B, K)."""
+    """Score B examples with K choices each, reading each prompt once, (B, K)."""
     choices = [choice for example in examples for choice in example.choices or ()]
     nats, real = answer_nats(model, [prompt_of(example) for example in examples], choices, inference)
     return -(nats.double() * real).sum(-1).view(len(examples), -1).cpu().numpy()

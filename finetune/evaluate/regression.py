@@ -1,4 +1,4 @@
-"""Figures of predicted numbers, with bootstrap intervals over rows.
+"""Metrics of predicted numbers, with bootstrap intervals over examples.
 
 Definitions are scipy's `pearsonr` and `spearmanr` (ties share their mean rank) and scikit-learn's
 `root_mean_squared_error` and `mean_absolute_error`, checked against them in the tests.
@@ -23,14 +23,15 @@ def judge_numbers(
     seed: int,
     figures: dict[str, Figure] | None = None,
 ) -> dict[str, BootstrapInterval]:
-    """The metrics that are judged by "numbers", with intervals; a floor answers `mean`, that of the training rows.
+    """Return the metrics computed from "numbers", with intervals; the baseline predicts `mean`, that of the training
+    targets.
 
-    A correlation with numbers that are all alike is not defined, so null. `figures` receives each.
+    A correlation with constant numbers is undefined, so null. `figures` receives each.
 
-    Arguments:
+    Args:
         true, predicted: (n,) in the same units.
     Raises:
-        UserError: no row.
+        UserError: no example.
     """
     true = np.asarray(true, dtype=np.float64)
     items = [true, predicted, np.full(len(true), mean)]
@@ -43,7 +44,7 @@ def judge_numbers(
 
 
 def pearson(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
-    """(R,) correlation of the rows of (R, n)."""
+    """Return (R,) correlations of the rows of (R, n)."""
     a = true - true.mean(-1, keepdims=True)
     b = predicted - predicted.mean(-1, keepdims=True)
     scale = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
@@ -53,22 +54,22 @@ def pearson(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> N
 
 
 def spearman(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
-    """(R,) correlation of ranks."""
+    """Return (R,) rank correlations."""
     from scipy.stats import rankdata
 
     return pearson(rankdata(true, axis=-1), rankdata(predicted, axis=-1))
 
 
 def rmse(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
-    """(R,) root of the mean squared error."""
+    """Return (R,) root mean squared errors."""
     return np.sqrt(np.square(predicted - true).mean(-1))
 
 
 def mae(true: NDArray, predicted: NDArray, mean: NDArray | None = None) -> NDArray:
-    """(R,) mean absolute error."""
+    """Return (R,) mean absolute errors."""
     return np.abs(predicted - true).mean(-1)
 
 
 def always_mean(true: NDArray, predicted: NDArray, mean: NDArray) -> NDArray:
-    """(R,) the rmse of always answering the mean of the training rows."""
+    """Return (R,) the rmse of always predicting the mean of the training targets."""
     return rmse(true, mean)

@@ -1,9 +1,9 @@
-"""Programs that a model wrote, run where they can do no harm: for pass@k, and only where a user asks for it.
+"""Sandbox for programs written by a model, used for pass@k and only if the user asks for it.
 
-A program runs in namespaces of its own (user, network, processes, mounts, IPC): there is no network, not even this
-machine's; no process but its own; every file system is read-only but a scratch directory that is gone afterwards. CPU
-time, wall time, memory, processes, files and their size are limited. A program that ends before its last line, by
-whatever way, has not passed. Where the system has no such namespaces nothing is run.
+A program runs in its own namespaces (user, network, processes, mounts, IPC): no network, not even localhost; no
+processes but its own; every file system is read-only except a scratch directory that is deleted afterwards. CPU time,
+wall time, memory, processes, files and their size are limited. A program that ends before its last line, in any way,
+has failed. On systems without such namespaces nothing is run.
 """
 
 from __future__ import annotations
@@ -26,25 +26,26 @@ from ..errors import UserError
 Outcome = Literal["passed", "failed", "timed out"]
 _LAUNCHER = Path(__file__).with_name("sandbox_child.py")
 _GRACE_S = 5.0
-"""Wall time above the limit before a program is ended: starting an interpreter is not the program's time."""
+"""Wall time beyond the limit before a program is killed: the interpreter's start does not count as the program's
+time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a program may take."""
+    """Resource limits of a program."""
 
     seconds: float = 3.0
     """Wall and CPU time."""
     memory: int = 512 << 20
-    """Bytes of address space of each of its processes."""
+    """Bytes of address space per process."""
     processes: int = 4
-    """At once, with itself; threads count."""
+    """Processes at once, including the program; threads count."""
     file_bytes: int = 1 << 20
-    """Bytes of all its files together, and of one."""
+    """Bytes of all its files together, and of each file."""
 
 
 def refuse_unless_contained() -> None:
-    """Raise UserError where programs cannot be contained on this machine."""
+    """Raise UserError if this machine cannot isolate programs."""
     outcome = run_program("", Limits(seconds=5.0)) if sys.platform == "linux" else "failed"
     if outcome != "passed":
         raise UserError(
@@ -56,7 +57,7 @@ def refuse_unless_contained() -> None:
 def run_program(code: str, limits: Limits | None = None) -> Outcome:
     """Run Python `code` to its end; `passed` only if its last line was reached."""
     limits = limits or Limits()
-    word = secrets.token_hex(16)
+    word = secrets.token_hex(16)  # a secret, which a program cannot guess
     receiving, sending = os.pipe()
     late, told = False, b""
     with tempfile.TemporaryDirectory(prefix="flatshift-program-") as scratch:
@@ -78,7 +79,8 @@ def run_program(code: str, limits: Limits | None = None) -> Outcome:
         except subprocess.TimeoutExpired:
             late = True
         finally:
-            # Ends what a program left running too: its namespace dies with its first process, which dies with this one.
+            # Also ends processes that the program left running: its namespace dies with its first process, which dies
+            # with this one.
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.communicate()
@@ -92,6 +94,6 @@ def run_program(code: str, limits: Limits | None = None) -> Outcome:
 
 
 def run_programs(codes: Sequence[str], limits: Limits | None = None, *, workers: int = 1) -> list[Outcome]:
-    """Each of them, `workers` at a time, in order."""
+    """Run all programs, `workers` at a time; outcomes are in order."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(lambda code: run_program(code, limits), codes))

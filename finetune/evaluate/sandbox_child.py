@@ -1,6 +1,6 @@
-"""The process in which a program runs (`flatshift.finetune.evaluate.sandbox`); started by its path.
+"""Process in which a program runs (`flatshift.finetune.evaluate.sandbox`); started by its path.
 
-Arguments: file descriptor and word by which it says that the last line was reached, then the limits.
+Arguments: the file descriptor and word that report that the last line was reached, the scratch directory, the limits.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ def _ok(result: int, what: str) -> None:
 
 
 def _apart(scratch: str, size: int) -> None:
-    """New namespaces, with this user alone in them, who is nobody where it was root."""
+    """Enter new namespaces in which only this user exists; root first becomes the user nobody."""
     others = _NEWUSER | _NEWNS | _NEWPID | _NEWNET | _NEWIPC | _NEWUTS
     root = os.geteuid() == 0
     if root:
@@ -32,7 +32,7 @@ def _apart(scratch: str, size: int) -> None:
         _ok(_libc.mount(None, b"/", None, _REC | _PRIVATE, None), "private mounts")
         _reach(sys.base_prefix)
         _read_only(scratch, f"size={size},nr_inodes=1000,mode=700,uid={_NOBODY},gid={_NOBODY}")
-        _set_mount(b"/proc", 0, _ATTR_RDONLY)  # where the user's own number is written below; nobody can write others
+        _set_mount(b"/proc", 0, _ATTR_RDONLY)  # for the uid maps below; user nobody cannot write others
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
@@ -48,7 +48,7 @@ def _apart(scratch: str, size: int) -> None:
 
 
 def _reach(directory: str) -> None:
-    """Python's own files where nobody can read them, also if they lie in a home that is root's alone."""
+    """Make Python's own files readable for the user nobody, even in a home directory that only root can enter."""
     parts = directory.strip("/").split("/")
     above = ["/" + "/".join(parts[:n]) for n in range(1, len(parts) + 1)]
     closed = next((path for path in above if not pathlib.Path(path).stat().st_mode & 0o001), None)
@@ -62,7 +62,7 @@ def _reach(directory: str) -> None:
 
 
 def _read_only(scratch: str, options: str) -> None:
-    """Every file system read-only, but a small one in memory at `scratch`."""
+    """Make every file system read-only, except a small tmpfs at `scratch`."""
     _set_mount(b"/", _ATTR_RDONLY, 0)
     flags = _NOSUID | _NODEV | _NOEXEC
     _ok(_libc.mount(b"tmpfs", scratch.encode(), b"tmpfs", flags, options.encode()), "scratch")
@@ -78,7 +78,7 @@ def _set_mount(place: bytes, on: int, off: int) -> None:
 
 
 def _powerless() -> None:
-    """No capability, now or ever again."""
+    """Drop all capabilities permanently."""
     for capability in range(64):
         _libc.prctl(_CAPBSET_DROP, capability, 0, 0, 0)
     _ok(_libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
@@ -99,7 +99,7 @@ def _limit(seconds: int, memory: int, processes: int, size: int) -> None:
 
 
 def _run(code: str, pipe: int, word: str) -> None:
-    """The program, then the word: whatever ends it before says nothing."""
+    """Run the program, then write the word: a program that ends earlier writes nothing."""
     space = {"__name__": "__main__", "__builtins__": __builtins__}
     exec(compile(code, "<program>", "exec"), space)
     os.write(pipe, word.encode())
@@ -111,7 +111,7 @@ def _main() -> int:
     sys.argv[:] = ["program"]
     code = sys.stdin.buffer.read().decode("utf-8")
     _apart(scratch, size)
-    child = os.fork()  # the first process of its namespace: with it all others end
+    child = os.fork()  # first process of its namespace: all others end with it
     if child:
         os.close(pipe)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(child, signal.SIGKILL))

@@ -1,12 +1,13 @@
-"""How surprised a model is by whole documents, per token, word, character and byte, from one pass.
+"""Perplexity of whole documents, per token, word, character and byte, from one pass.
 
-Every token of a document is scored exactly once, however long the document: in windows of the same width, each of which
-repeats the end of the one before as context. The first token follows the tokens that begin a text in training, else the
-end-of-sequence token, as lm-eval has it. The end of a document is not scored: what is counted is its text.
+Every token of a document is scored exactly once, however long the document: in windows of equal width, each of which
+repeats the end of the previous one as context. The first token is predicted from the tokens that start a text in
+training, else from the end-of-sequence token, as in lm-eval. The end of a document is not scored: only its text counts.
 
-Words are the segments of Unicode's default word boundaries (UAX #29) that hold a letter or a digit. Scripts without
-blanks (Thai, Lao, Khmer, Burmese, Chinese, Japanese) are cut by ICU's dictionaries where the package `icu4py` is there
-(extra `words`); without it each of their segments is a syllable or a sign, which `dictionary_missing` tells.
+Words are the segments of Unicode's default word boundaries (UAX #29) that contain a letter or a digit. Scripts without
+blanks (Thai, Lao, Khmer, Burmese, Chinese, Japanese) are segmented by ICU's dictionaries if the package `icu4py` is
+installed (extra `words`); without it each of their segments is a syllable or a sign, which `dictionary_missing`
+reports.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _WORDLIKE = regex.compile(r"[\p{L}\p{N}]")
 _NO_BLANKS = regex.compile(r"[\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}\p{Han}\p{Hiragana}\p{Katakana}]")
 _GRAPHEME = regex.compile(r"\X")
 _BATCH = 256
-"""Documents that are tokenised at once."""
+"""Documents tokenised at once."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Documents, counted and scored; arrays of N."""
+    """Counts and scores of documents; arrays of N."""
 
     nats: NDArray[np.float64]
     """Σ −log p of the tokens"""
@@ -52,12 +53,12 @@ class Counts:
     """Unicode code points"""
     graphemes: NDArray[np.int64]
     bytes: NDArray[np.int64]
-    """Of UTF-8"""
+    """UTF-8 bytes"""
 
     def figures(self, *, into: dict[str, Figure], **draw: Any) -> dict[str, BootstrapInterval]:
-        """The metrics that are judged by "document"; `into` receives each as a `Figure`.
+        """Return the metrics computed from "document"; `into` receives each as a `Figure`.
 
-        draw: as `ratio_interval` takes it.
+        draw: settings of `ratio_interval`.
         """
         found = {}
         for name, function in functions("document").items():
@@ -78,7 +79,7 @@ def loss(counts: Counts) -> Ratio:
 
 
 def word_perplexity(counts: Counts) -> Ratio:
-    """exp of nats per word: the perplexity of a token to the power of tokens per word."""
+    """exp of nats per word: the perplexity per token to the power of tokens per word."""
     return counts.nats, counts.words, np.exp
 
 
@@ -98,7 +99,7 @@ def fertility(counts: Counts) -> Ratio:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of `text`, in order."""
+    """Return the words of `text`, in order."""
     if _NO_BLANKS.search(text) and (breaker := _dictionary()) is not None:
         segments = breaker(text)
     else:
@@ -107,12 +108,12 @@ def words_of(text: str) -> list[str]:
 
 
 def graphemes_of(text: str) -> int:
-    """How many characters a reader sees: extended grapheme clusters of UAX #29."""
+    """Return the number of user-perceived characters: extended grapheme clusters of UAX #29."""
     return len(text) if text.isascii() and "\r" not in text else sum(1 for _ in _GRAPHEME.finditer(text))
 
 
 def dictionary_missing(texts: Sequence[str]) -> str | None:
-    """What to tell a reader of words of these texts, where some have a script without blanks and ICU is not there."""
+    """Return a note about word counts if some texts have a script without blanks and ICU is not installed."""
     found = 0 if _dictionary() is not None else sum(1 for text in texts if _NO_BLANKS.search(text))
     if not found:
         return None
@@ -143,10 +144,10 @@ def score_texts(
 ) -> Counts:
     """Score every token of every text once.
 
-    Arguments:
+    Args:
         window: tokens that the model reads at once.
-        overlap: of them, how many of every window but a document's first are context that was scored before.
-        where: place of each text, for messages.
+        overlap: tokens at the start of every window but a document's first that are context, scored before.
+        where: location of each text, for messages.
     Raises:
         UserError: an overlap that leaves nothing to score, or a text without a token.
     """
@@ -178,7 +179,8 @@ def score_texts(
 
 
 def beginning(tokenizer: Any) -> tuple[int, ...]:
-    """The tokens before a document: those of training, else its end-of-sequence token, so that no token goes unscored.
+    """Return the tokens before a document: those of training, else its end-of-sequence token, so that every token is
+    scored.
 
     Raises:
         UserError: the tokenizer has neither.
@@ -192,7 +194,8 @@ def beginning(tokenizer: Any) -> tuple[int, ...]:
 
 
 def windows(ids: Sequence[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Input tokens and labels (IGNORE: context) of each window; every token but the first is a label exactly once."""
+    """Yield input tokens and labels (IGNORE: context) of each window; every token but the first is a label exactly
+    once."""
     done = 1
     while done < len(ids):
         start = 0 if done == 1 else done - overlap
@@ -203,12 +206,13 @@ def windows(ids: Sequence[int], window: int, overlap: int) -> Iterator[tuple[lis
 
 @cache
 def _languages() -> dict[str, tuple[str, str]]:
-    """Name and family by code: ISO 639-1, 639-3, and codes of single varieties that stand for the language."""
+    """Return name and family by code: ISO 639-1, 639-3, and codes of single varieties that stand for the language."""
     lines = (Path(__file__).parent / "languages.tsv").read_text(encoding="utf-8").splitlines()
     rows = (line.split("\t") for line in lines)
     return {code: (name, family) for codes, name, family in rows for code in codes.split()}
 
 
 def language(code: str) -> tuple[str, str] | None:
-    """Name and family of a language by its code, region and script aside (`zh-CN`, `deu_1901`); None for any other."""
+    """Return name and family of a language by its code, ignoring region and script (`zh-CN`, `deu_1901`); None if
+    unknown."""
     return _languages().get(regex.split(r"[-_]", code.strip().lower())[0])

@@ -1,1 +1,1 @@
-"""The ranks of a job: started, introduced to each other, watched, and ended with one message and one exit code."""
+"""Ranks of a job: start, rendezvous, watchdog, and an end with one message and one exit code."""

@@ -1,7 +1,7 @@
-"""Whether all ranks are about to do the same thing: one recipe, one seed, one source tree, one set of versions.
+"""Consistency check over all ranks: one recipe, one seed, one source tree, one set of versions.
 
-Ranks that differ would train something that nobody asked for, or hang in collectives that do not match. What each
-intends is a flat mapping of names to texts; digests are compared first, and only where they differ the texts.
+Ranks that differ would train the wrong thing, or hang in collectives that do not match. Each rank's facts are a flat
+mapping of names to texts; digests are compared first, and the texts only if these differ.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "safetensors")
 
 
 def intentions(recipe: Any, **more: str) -> dict[str, str]:
-    """What a rank is about to do: every key of `recipe` (a dataclass), the source tree's digest, library versions."""
+    """Return the facts to compare: every key of `recipe` (a dataclass), the source tree's digest, library versions."""
     found = {key: str(value) for key, value in _flatten(dataclasses.asdict(recipe)).items()}
     found["the source of flatshift"] = source_digest()
     for library in _LIBRARIES:
@@ -68,7 +68,7 @@ def require_agreement(world: ProcessMesh, facts: Mapping[str, str]) -> None:
 
 
 def _broadcast(world: ProcessMesh, text: str, speaker: int) -> str:
-    """The speaker's text on every rank. Collective."""
+    """Return the speaker's text on every rank. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -83,10 +83,11 @@ def _broadcast(world: ProcessMesh, text: str, speaker: int) -> str:
 
 
 def word_of_main(name: str, text: str) -> str:
-    """Rank 0's `text` on every rank of the job, before any process group exists; `text` itself in a single process.
+    """Return rank 0's `text` on every rank of the job, before any process group exists; `text` itself in a single
+    process.
 
     Raises:
-        UserError: rank 0 did not give its word in time.
+        UserError: rank 0 did not provide it in time.
     """
     if not several():
         return text
@@ -108,8 +109,10 @@ def word_of_main(name: str, text: str) -> str:
 
 @contextlib.contextmanager
 def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
-    """A new directory `parent`/DATE-TIME-NAME, the same on every rank, with -2, -3, … behind it where others began in
-    the same second; it goes again if nothing comes into it."""
+    """Create a directory `parent`/DATE-TIME-NAME, the same on every rank, and remove it on exit if it is empty.
+
+    -2, -3, … is appended if others started in the same second.
+    """
     made = _dated(Path(parent), name) if rank() == 0 else []
     try:
         yield Path(word_of_main("out", str(made[0]) if made else ""))
@@ -120,7 +123,7 @@ def dated_directory(parent: str | Path, name: str) -> Iterator[Path]:
 
 
 def _dated(parent: Path, name: str) -> list[Path]:
-    """The directory, and those that were made for it, innermost first."""
+    """Create the directory; return it and the parents that were created for it, innermost first."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}-{name}"
     above: list[Path] = []
     for number in itertools.count(1):
@@ -129,17 +132,17 @@ def _dated(parent: Path, name: str) -> list[Path]:
             above = [*make_directory(parent), *above]
             try:
                 path.mkdir()
-            except FileNotFoundError:  # a command that failed took `parent` away again
+            except FileNotFoundError:  # a failed command removed `parent` again
                 continue
-            except FileExistsError:  # another process was faster
+            except FileExistsError:  # another process created it first
                 break
             return [path, *above]
     raise AssertionError
 
 
 def source_digest() -> str:
-    """SHA-256 over the path and content of every module of this distribution."""
-    root = Path(__file__).parents[2]  # not resolved: in a checkout the rooms are links
+    """Return the SHA-256 over the path and content of every module of this distribution."""
+    root = Path(__file__).parents[2]  # not resolved: in a checkout the packages are symlinks
     digest = hashlib.sha256()
     for file in sorted({file for room in _ROOMS for file in (root / room).rglob("*.py")}):
         digest.update(f"{file.relative_to(root).as_posix()}\0".encode())

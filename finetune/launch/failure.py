@@ -1,8 +1,9 @@
-"""One voice: whatever ends a job of several ranks is said once, by the rank that it happened on, with one exit code.
+"""Failure reporting: the end of a job of several ranks is reported once, by the rank that caused it, with one exit
+code.
 
-The first rank that fails claims the *cause* on the job's board; all others end with its code and say nothing. An error
-that is only the echo of another rank's end (a closed connection, a collective that timed out) waits for the cause.
-A single process prints and returns as ever.
+The first rank that fails claims the *cause* on the job's board; all others exit with its code and print nothing. An
+error that is only the echo of another rank's end (a closed connection, a collective that timed out) waits for the
+cause. A single process prints and returns as usual.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ _ECHOES = (
 
 @dataclass(frozen=True)
 class FailureReason:
-    """Why a job ends, and how."""
+    """Reason and exit code of a job's end."""
 
     code: int
     """Exit code of every rank."""
     message: str
-    """What the user reads; empty where nothing is to be said."""
+    """Message for the user; empty to print nothing."""
     rank: int | None = None
-    """Whose failure it is; None: the launcher's word."""
+    """Rank that failed; None: reported by the launcher."""
     grace: float = GRACE
     """Seconds that the others get to end by themselves."""
 
@@ -69,36 +70,36 @@ _again = "the last checkpoint is kept, continue with `flatshift train --resume`"
 
 
 def set_resume_hint(words: str) -> None:
-    """Set what the user of this process is told about an interrupted job, where it is not one of `train`."""
+    """Set the resume hint for an interrupted job of this process, if it is not one of `train`."""
     global _again
     _again = words
 
 
 def again() -> str:
-    """How an interrupted job is gone on with, as a clause."""
+    """Return the resume hint of an interrupted job, as a clause."""
     return _again
 
 
 def several() -> bool:
-    """Whether this process is one rank of several."""
+    """Return True if this process is one rank of several."""
     return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def rank() -> int:
-    """This process's rank, 0 in a single process."""
+    """Return this process's rank, 0 in a single process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def read_cause(board: KeyValueStore) -> FailureReason | None:
-    """The cause that was claimed, if any; raises Silent."""
+    """Return the claimed cause, if any; raises RankTimeout."""
     text = board.get(CAUSE)
     return FailureReason(**json.loads(text)) if text is not None else None
 
 
 def claim_cause(board: KeyValueStore, cause: FailureReason) -> FailureReason:
-    """Claim `cause` unless another came first; the one that stands. The claimant says it where no launcher does.
+    """Claim `cause` unless another one was first; return the valid one. The claimant prints it unless a launcher does.
 
-    Raises Silent.
+    Raises RankTimeout.
     """
     if board.claim(CAUSE, json.dumps(asdict(cause))):
         if not board.local and cause.message:
@@ -110,9 +111,9 @@ def claim_cause(board: KeyValueStore, cause: FailureReason) -> FailureReason:
 
 
 def report_failure(message: str, code: int, *, patient: bool = False) -> int:
-    """Say why this process ends, unless another rank has done so; returns the exit code to end with.
+    """Report the failure of this process, unless another rank has done so; return the exit code.
 
-    patient: the others are ending too, of their own accord, and may still be saving.
+    patient: the others are ending by themselves and may still be saving.
     """
     _be_deaf()
     board = job_board() if several() else None
@@ -120,22 +121,22 @@ def report_failure(message: str, code: int, *, patient: bool = False) -> int:
         cause = FailureReason(code, message, rank(), PATIENT_GRACE if patient else GRACE)
         with contextlib.suppress(RankTimeout):
             return claim_cause(board, cause).code
-    if rank() == 0:  # a single process, or nobody to ask: rank 0 speaks for all
+    if rank() == 0:  # a single process, or no board: rank 0 reports for all
         print(message, file=sys.stderr, flush=True)
     return code
 
 
 def _be_deaf() -> None:
-    """A rank that is ending needs no further request to stop, and must not be interrupted while it speaks."""
+    """Ignore stop signals: a rank that is ending needs no further one, and must not be interrupted while it reports."""
     if several() and threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def speak_of(error: Exception, missing: Callable[[], list[str]]) -> int:
-    """Say what an unexpected `error` (in an except block) means; returns the exit code to end with.
+    """Report an unexpected `error` (in an except block); return the exit code.
 
-    missing: the ranks that nobody hears of any more (`flatshift.finetune.launch.watchdog.missing`).
+    missing: returns the ranks that no longer answer (`flatshift.finetune.launch.watchdog.missing`).
     """
     _be_deaf()
     who = f"rank {rank()} " if several() else ""
@@ -168,14 +169,14 @@ _MEMORY_ADVICE = (
 
 def is_echo(error: BaseException) -> bool:
     """Whether `error` says no more than that another rank or the store went away."""
-    if type(error).__name__ in {"DistNetworkError", "DistStoreError", "Silent"}:
+    if type(error).__name__ in {"DistNetworkError", "DistStoreError", "RankTimeout"}:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _ECHOES)
 
 
 def wait_for_cause(seconds: float = ECHO_SECONDS) -> FailureReason | None:
-    """The cause, waited for up to `seconds`; None if nobody names one or the board does not answer."""
+    """Wait up to `seconds` for the cause and return it; None if there is none or the board does not answer."""
     board = job_board()
     deadline = time.monotonic() + seconds
     while board is not None:
@@ -190,19 +191,23 @@ def wait_for_cause(seconds: float = ECHO_SECONDS) -> FailureReason | None:
 
 
 def end_rank(code: int) -> NoReturn:
-    """End this rank without the interpreter's own clean-up: a broken process group would hang there, and one that is
-    whole may abort, as gloo's threads let go of tensors late (pytorch/pytorch#179291)."""
+    """Exit without the interpreter's own clean-up.
+
+    A broken process group would hang there, and an intact one may abort, because gloo's threads release tensors late
+    (pytorch/pytorch#179291).
+    """
     if not code:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:  # else it has signed off already (`spawn.leave`)
+    if code:  # otherwise it has signed off already (`spawn.destroy_process_group`)
         sign_off()
     os._exit(code)
 
 
 def sign_off(seconds: float = _LEAVE_SECONDS) -> None:
-    """Leave the board. The rank that hosts the store waits until the others have left too, at most `seconds`."""
+    """Sign off from the board. The rank that hosts the store waits until the others have left too, at most
+    `seconds`."""
     board = job_board() if several() else None
     if board is None:
         return

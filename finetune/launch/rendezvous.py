@@ -1,8 +1,8 @@
-"""Where the ranks of one job leave short words for each other, apart from any collective: heartbeats, and the cause of
-an end. It must work while every main thread is blocked, before the process group exists and after it broke.
+"""Board of a job: short messages between its ranks outside of any collective, for heartbeats and the cause of an end.
 
-Under our own launcher it is a directory of the machine (the launcher reads it too, without torch); under torchrun,
-accelerate launch or a cluster's launcher it is the job's TCP store, through a connection of its own.
+It must work while every main thread is blocked, before the process group exists and after it broke. Under our own
+launcher it is a local directory (the launcher reads it too, without torch); under torchrun, accelerate launch or a
+cluster's launcher it is the job's TCP store, through a separate connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import UserError
 FOLDER = "FLATSHIFT_BOARD"
 STORE_SECONDS, CONNECT_SECONDS = 10.0, 60.0
 JOIN_SECONDS = 180.0
-"""How long ranks wait for each other at the start; machines may import at very different speeds."""
+"""Time that ranks wait for each other at the start; machines may import at very different speeds."""
 
 
 class RankTimeout(Exception):
@@ -28,23 +28,23 @@ class RankTimeout(Exception):
 
 
 class KeyValueStore(Protocol):
-    """Named texts that every rank sees."""
+    """Texts by name, shared by all ranks."""
 
     local: bool
-    """Whether the launcher reads it too and speaks to the user itself."""
+    """True if the launcher reads it too and prints to the user itself."""
 
     def put(self, key: str, text: str) -> None:
-        """Set `key`; raises Silent."""
+        """Set `key`; raises RankTimeout."""
 
     def get(self, key: str) -> str | None:
-        """The text of `key`, None if there is none yet; raises Silent."""
+        """Return the text of `key`, None if it is not set; raises RankTimeout."""
 
     def claim(self, key: str, text: str) -> bool:
-        """Set `key` unless it is set; whether this call set it. Raises Silent."""
+        """Set `key` unless it is set; return True if this call set it. Raises RankTimeout."""
 
 
 class FolderBoard:
-    """One file per key in a directory."""
+    """Board with one file per key in a directory."""
 
     local = True
 
@@ -66,7 +66,7 @@ class FolderBoard:
 
     def claim(self, key: str, text: str) -> bool:
         temporary = self._written(text)
-        try:  # a link appears with its whole content or not at all
+        try:  # a hard link appears with its whole content or not at all, and fails if the key exists
             os.link(temporary, self.folder / key)
         except FileExistsError:
             return False
@@ -84,7 +84,7 @@ class FolderBoard:
 
 
 class StoreBoard:
-    """Keys of a `torch.distributed.Store`, under a prefix of this attempt: torchrun's store outlives a restart."""
+    """Board in a `torch.distributed.Store`, with a prefix for this attempt: torchrun's store outlives a restart."""
 
     local = False
 
@@ -101,6 +101,7 @@ class StoreBoard:
 
     def claim(self, key: str, text: str) -> bool:
         with _silent_on_errors():
+            # an expected value of "" sets the key only if it is absent
             return self.store.compare_set(key, "", text) == text.encode()
 
 
@@ -114,9 +115,9 @@ def _silent_on_errors() -> Any:
 
 @functools.cache
 def job_board() -> KeyValueStore | None:
-    """The board of the job that this process is a rank of; None if it is no rank, or the store cannot be reached.
+    """Return the board of this process's job; None if it is not a rank, or the store cannot be reached.
 
-    Connects at most once per process. Where no agent hosts the store, rank 0 hosts it from here on.
+    Connects at most once per process. If no agent hosts the store, rank 0 hosts it from here on.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         return None
@@ -135,7 +136,7 @@ def job_board() -> KeyValueStore | None:
 
 
 def reach_board() -> KeyValueStore:
-    """The board of the job that this process is a rank of. Raises UserError if there is none to be reached."""
+    """Return the board of this process's job. Raises UserError if it cannot be reached."""
     board = job_board()
     if board is None:
         raise UserError(
@@ -147,10 +148,10 @@ def reach_board() -> KeyValueStore:
 
 @functools.cache
 def job_store() -> Any:
-    """The store through which the process group is made; rank 0 hosts it unless torchrun's agent does.
+    """Return the store that creates the process group; rank 0 hosts it unless torchrun's agent does.
 
-    A free port that our launcher holds open for rank 0 comes as a file descriptor, so nobody can take it in between.
-    Raises RuntimeError (of torch) if it cannot be reached.
+    A free port that our launcher holds open for rank 0 is passed as a file descriptor, so nobody can take it in
+    between. Raises RuntimeError (of torch) if the store cannot be reached.
     """
     import torch.distributed as dist
 
@@ -168,10 +169,10 @@ def job_store() -> Any:
 
 
 def hosted_by_agent() -> bool:
-    """Whether the launcher itself (torchrun) hosts the store."""
+    """Return True if the launcher itself (torchrun) hosts the store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def attempt() -> int:
-    """How often the launcher has restarted this job."""
+    """Return the number of times the launcher has restarted this job."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

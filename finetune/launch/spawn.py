@@ -1,12 +1,12 @@
-"""Start the ranks of a job on this machine, watch over them, and end with one message and one exit code.
+"""Start of a job's ranks on this machine, their supervision, and an end with one message and one exit code.
 
     code = spawn(["-m", "flatshift", "train", "recipe.yaml", "--out", "runs/a"], ranks=4, resume=Path("runs/a"))
 
-The parent never imports torch: it holds a port for the ranks' store, gives each its environment (that of torchrun) and
-its share of the cores, forwards a request to stop once, and reads from the job's board what the ranks have to say. A
-rank that died without a word (SIGKILL) is spoken for here.
+The parent never imports torch: it holds a port for the ranks' store, gives each rank its environment (that of torchrun)
+and its share of the cores, forwards a request to stop once, and reads the ranks' messages from the job's board. For a
+rank that died without a message (SIGKILL) it claims the cause itself.
 
-The ranks' part: `join` makes the process group and the mesh, `destroy_process_group` takes them down.
+The ranks' part: `join` creates the process group and the mesh, `destroy_process_group` takes them down.
 """
 
 from __future__ import annotations
@@ -45,29 +45,30 @@ if TYPE_CHECKING:
 _TICK = 0.05
 _KILL_SECONDS = 5.0
 _RANK_BYTES = 1 << 28
-"""What a rank takes before it has a model: the interpreter and torch."""
+"""Memory of a rank before it has a model: the interpreter and torch."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _BY_ITSELF = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
-"""Signals by which a rank more often ends because of another than of its own accord."""
+"""Signals by which a rank more often ends because of another than by its own fault."""
 
 
 def launched() -> bool:
-    """Whether a launcher (torchrun, accelerate launch, ours) started this process as a rank, be it the only one."""
+    """Return True if a launcher (torchrun, accelerate launch, ours) started this process as a rank, even the only
+    one."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 def wants_ranks(mesh: Mesh) -> bool:
-    """Whether this process has to start the ranks of `mesh` itself."""
+    """Return True if this process has to start the ranks of `mesh` itself."""
     return mesh.size > 1 and not launched()
 
 
 def restarted() -> bool:
-    """Whether torchrun started this job again after a failure."""
+    """Return True if torchrun restarted this job after a failure."""
     return attempt() > 0
 
 
 def restarts_allowed() -> bool:
-    """Whether torchrun would start this job again (`--max-restarts`)."""
+    """Return True if torchrun would restart this job (`--max-restarts`)."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
@@ -77,17 +78,17 @@ def restarts_allowed() -> bool:
 @dataclass
 class _Job:
     folder: Path
-    """Holds the board and what the ranks print."""
+    """Contains the board and the ranks' output."""
     board: FolderBoard
     ranks: list[subprocess.Popen[bytes]]
     resume: Path | None
     again: str | None = None
     signals: int = 0
-    """How often the user asked to stop."""
+    """Number of stop requests by the user."""
     asked_at: float = 0.0
     failed_at: float | None = None
     stage: int = 0
-    """What has been done to the ranks that stay: nothing, SIGTERM, SIGKILL."""
+    """Last action on the remaining ranks: 0 none, 1 SIGTERM, 2 SIGKILL."""
 
 
 def spawn(
@@ -100,12 +101,12 @@ def spawn(
 ) -> int:
     """Run `sys.executable -P *command` as `ranks` processes of one job and return the job's exit code.
 
-    Rank 0 has the terminal; what the others print is kept in a file each and lands in `resume / "ranks"` if the job
-    fails. One message, from the cause, goes to stderr.
+    Rank 0 has the terminal; the output of the others goes to a file each, which is copied to `resume / "ranks"` if the
+    job fails. One message, from the cause, goes to stderr.
 
     Args:
         resume: run directory, named in messages about an interruption.
-        again: how the user goes on with an interrupted job that is none of `train`, as a clause.
+        again: resume hint for an interrupted job that is not one of `train`, as a clause.
         threads: CPU threads of each rank; by default its share of the cores, unless the environment sets it.
     """
     memory = machine_memory()
@@ -135,7 +136,7 @@ def spawn(
 
 @contextlib.contextmanager
 def _held_port() -> Iterator[socket.socket]:
-    """A free port of the loopback, bound until rank 0 has inherited it, so that nobody takes it in between."""
+    """Bind a free port of the loopback until rank 0 has inherited it, so that nobody takes it in between."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -167,7 +168,7 @@ def _start(
         with _kept(folder, number).open("wb") as kept:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", *command],  # no namesake of ours or of Python's from the user's directory
+                    [sys.executable, "-P", *command],  # -P: the user's directory must not shadow modules
                     env={**os.environ, **shared, **own},
                     stdin=subprocess.DEVNULL,
                     stdout=None if number == 0 else kept,
@@ -185,7 +186,8 @@ def _cores() -> int:
 
 @contextlib.contextmanager
 def _forwarding(job: _Job) -> Iterator[None]:
-    """Pass a request to stop on to every rank: the first asks for a stop at a checkpoint, a second for one at once."""
+    """Forward a stop request to every rank: the first asks for a stop at a checkpoint, a second for an immediate
+    one."""
 
     def forward(_number: int, _frame: FrameType | None) -> None:
         job.signals += 1
@@ -210,7 +212,8 @@ def _signal(job: _Job, number: signal.Signals) -> None:
 
 
 def _supervise(job: _Job) -> None:
-    """Notice the first failure, speak for a rank that cannot, and end the ranks that outlive its grace."""
+    """Notice the first failure, claim the cause for a rank that cannot, and end the ranks that outlive its grace
+    period."""
     cause = read_cause(job.board)
     failed = [rank for rank, process in enumerate(job.ranks) if process.poll()]
     if failed and cause is None:
@@ -234,7 +237,7 @@ def _supervise(job: _Job) -> None:
 
 
 def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
-    """The cause where ranks ended without one: killed from outside before crashed before merely ended."""
+    """Return the cause if ranks ended without one: killed from outside comes before crashed, before merely exited."""
 
     def weight(rank: int) -> int:
         code = job.ranks[rank].returncode
@@ -252,7 +255,8 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
         words = _kept(job.folder, rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-5:]
         said = "; its last words:\n" + "\n".join(words) if words else ""
         message = f"flatshift: rank {rank} (pid {process.pid}) ended with exit code {process.returncode}{said}"
-        return FailureReason(process.returncode, "" if rank == 0 else message, rank)  # rank 0 has the terminal itself
+        # rank 0 has printed to the terminal itself
+        return FailureReason(process.returncode, "" if rank == 0 else message, rank)
     number = signal.Signals(-process.returncode)
     reason = "; the kernel ends processes so when memory runs out" if number == signal.SIGKILL else ""
     then = job.again or f"the last checkpoint is kept: continue with `flatshift train --resume{where}`"
@@ -264,7 +268,7 @@ def _spoken_for(job: _Job, failed: Sequence[int]) -> FailureReason:
 
 
 def _verdict(job: _Job) -> int:
-    """Print the cause and keep what the ranks printed if they did not end in good order; the exit code."""
+    """Print the cause, keep the ranks' output if they did not end regularly, and return the exit code."""
     cause = read_cause(job.board)
     if cause is None:
         return 0
@@ -287,13 +291,14 @@ def _kept(folder: Path, rank: int) -> Path:
 
 
 def tie_to_launcher() -> None:
-    """End this rank with its launcher, however that ends; nothing without one of ours. Linux; elsewhere the watch."""
+    """End this rank when its launcher ends, for any reason; a no-op without one of ours. On Linux only: elsewhere the
+    watchdog does it."""
     launcher = os.environ.get("FLATSHIFT_LAUNCHER")
     if launcher is None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it ended before this line
+    if os.getppid() != int(launcher):  # the launcher ended before prctl
         os._exit(3)
 
 
@@ -301,14 +306,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def join(mesh: Mesh, device: str) -> ProcessMesh:
-    """This process's place in `mesh`: the process group (gloo, on CUDA also NCCL) is made and the watch begins.
+    """Create the process group (gloo, on CUDA also NCCL), start the watchdog, and return this process's position in
+    `mesh`.
 
     device: `train.device`; on CUDA each rank takes the device of its local number. A process that no launcher started
-    as one of several is a world of its own.
+    as one of several is its own mesh.
 
     Raises:
-        UserError: the axes do not multiply to the number of processes, a device that is not there, ranks that did not
-            come.
+        UserError: the axes do not multiply to the number of processes, a device is not available, ranks are missing.
     """
     import torch
 
@@ -329,7 +334,7 @@ def join(mesh: Mesh, device: str) -> ProcessMesh:
 
 
 def _await_all(processes: int) -> None:
-    """Return when every rank is on the board, which rank 0 finds out. Raises UserError if one stays out."""
+    """Return when every rank is on the board, as checked by rank 0. Raises UserError if one is missing."""
     board, deadline = reach_board(), time.monotonic() + JOIN_SECONDS
     missing = set(range(processes)) if rank() == 0 else set()
     while missing or board.get("all-here") is None:
@@ -347,8 +352,8 @@ def _await_all(processes: int) -> None:
 def _make_group(device: torch.device, processes: int) -> None:
     import torch.distributed as dist
 
-    # Practically no limit of its own: one rank may work for long while the others wait, and the watch knows a slow
-    # update from a hung one.
+    # Practically no timeout: one rank may work for long while the others wait, and the watchdog distinguishes a slow
+    # step from a hung one.
     dist.init_process_group(
         "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
         store=job_store(),
@@ -380,7 +385,7 @@ def _device(name: str, processes: int) -> torch.device:
 
 
 def destroy_process_group(world: ProcessMesh) -> None:
-    """Take the process group down after all work is done; no rank waits for another in a collective."""
+    """Destroy the process group after all work is done; no rank waits for another in a collective."""
     import torch.distributed as dist
 
     from . import watchdog

@@ -1,13 +1,13 @@
-"""A thread on every rank that notices what blocked main threads cannot: a rank that stopped, hangs, or has failed.
+"""Watchdog thread of every rank, which notices what blocked main threads cannot: a rank that stopped, hangs, or failed.
 
-Each rank posts a heartbeat on the job's board. A rank whose heartbeat stands still for `mesh.stall` seconds is stopped
-or its machine is gone. Where all ranks are in a phase that must get on (`progress_timeout`), hearts beat, and no rank
-has made progress for that long (at least ten times the longest update so far), the one furthest behind is named. The
-finder says so once, and every rank leaves by `os._exit`: the main threads are inside collectives that will never
-return, and files are only ever put in place whole.
+Each rank posts a heartbeat on the job's board. If a rank's heartbeat stands still for `mesh.stall` seconds, the rank is
+stopped or its machine is gone. If all ranks are in a phase with a progress timeout (`progress_timeout`), post
+heartbeats, and none has made progress for that long (at least ten times the longest step so far), the one furthest
+behind is named. The finder reports it once, and every rank exits by `os._exit`: the main threads are inside collectives
+that will never return, and files are only ever put in place whole.
 
-Clocks are never compared: each watcher counts its own time since a rank's heartbeat last changed, in ticks that a
-pause of the watcher itself (a sleeping laptop) cannot stretch.
+Clocks are never compared: each watcher counts its own time since a rank's heartbeat last changed, in ticks that a pause
+of the watcher itself (a sleeping laptop) cannot stretch.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _FIRST_LIMIT = 600.0
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank posts."""
+    """Heartbeat of a rank."""
 
     number: int
-    """Counts up with every post."""
+    """Number of the post, counting up."""
     host: str
     pid: int
     count: int
@@ -50,11 +50,11 @@ class Beat:
     longest: float
     """Seconds of the longest wait between two of them so far."""
     hurried: bool
-    """In a phase that must get on (updates), not in one that may take any time."""
+    """True in a phase with a progress timeout (steps), False in one that may take any time."""
     line: str = ""
-    """Where the main thread is: the innermost Python line."""
+    """Innermost Python line of the main thread."""
     waits: bool = False
-    """Whether that is in torch, as in a collective or a backward pass."""
+    """True if that line is in torch, as in a collective or a backward pass."""
     left: bool = False
 
     @property
@@ -64,7 +64,7 @@ class Beat:
 
 
 class Watch:
-    """The heartbeat of one rank and its eye on the others.
+    """Heartbeat of one rank, and its observation of the others.
 
     stall: seconds. end: called with the exit code in the watch's own thread when the job is over.
     """
@@ -82,19 +82,19 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="flatshift-watch", daemon=True)
 
     def start(self) -> None:
-        """Post the first heartbeat and begin."""
+        """Post the first heartbeat and start the thread."""
         self._post()
         self._thread.start()
 
     def stop(self) -> None:
-        """Say that this rank left in good order, and end."""
+        """End the thread and post that this rank left regularly."""
         self._over.set()
         self._thread.join(timeout=5)
         with contextlib.suppress(RankTimeout):
             self._post(left=True)
 
     def progress(self, step: int, phase: str) -> None:
-        """The main thread came this far. Costs two assignments."""
+        """Record progress of the main thread. Costs a few assignments."""
         now = time.monotonic()
         if self.count >= _FIRST_UPDATES:
             self.longest = max(self.longest, now - self.moved)
@@ -102,7 +102,7 @@ class Watch:
 
     @contextlib.contextmanager
     def pace(self, phase: str, *, hurried: bool) -> Iterator[None]:
-        """Inside, this rank is in `phase`; progress is asked of the job while every rank is in a hurried one."""
+        """Put this rank into `phase` inside; progress is required of the job while every rank is in a hurried one."""
         before = self.phase, self.hurried
         self.moved, self.phase, self.hurried = time.monotonic(), phase, hurried
         try:
@@ -117,6 +117,7 @@ class Watch:
         since_beat, last = 0.0, time.monotonic()
         while not self._over.wait(LOOK_SECONDS):
             now = time.monotonic()
+            # capped: after a suspend of this machine all other ranks would seem silent
             tick, last = min(now - last, 2 * BEAT_SECONDS), now
             since_beat += tick
             try:
@@ -169,12 +170,13 @@ class Watch:
         self._look_for_progress({r: beat for r, (beat, _) in present.items()})
 
     def missing(self) -> list[str]:
-        """Ranks whose heart has missed several beats, each with its host and process."""
+        """Return the ranks that missed several heartbeats, each with its host and process."""
         late = [(r, beat) for r, (beat, still) in sorted(self.seen.items()) if still > 3 * BEAT_SECONDS]
         return [f"rank {r} ({beat.host}:{beat.pid})" for r, beat in late if not beat.left]
 
     def _watched(self) -> range:
-        """All ranks for the few first ones, these for the others: the traffic grows with the ranks, not its square."""
+        """Return all ranks for the first few ranks, and these few for the others: traffic grows with the ranks, not its
+        square."""
         return range(self.size) if self.rank < WATCHMEN else range(min(WATCHMEN, self.size))
 
     def _look_for_progress(self, beats: dict[int, Beat]) -> None:
@@ -186,7 +188,7 @@ class Watch:
         limit = max(self.stall, 10 * longest) if started else max(self.stall, _FIRST_LIMIT)
         if idle <= limit:
             return
-        # The rank that others wait for has come less far, or as far but stands outside of any collective.
+        # The rank that others wait for has made less progress, or as much but is outside of any collective.
         place = {r: (beat.count, beat.waits) for r, beat in beats.items()}
         behind = min(place, key=place.__getitem__)
         beat = beats[behind]
@@ -203,14 +205,15 @@ class Watch:
             _end_sibling(beat.pid)
 
     def _follow(self, cause: FailureReason) -> None:
-        """The job is over: give the main thread the cause's grace to end by itself, then leave."""
+        """End this rank: give the main thread the cause's grace period to end by itself, then exit."""
         if cause.rank == self.rank and cause.grace:
-            return  # the main thread is on its way out
+            return  # the main thread is exiting already
         if not self._over.wait(cause.grace):
             self.end(cause.code)
 
     def _board_is_gone(self) -> None:
-        """The store is in the launcher's process or in rank 0's: then it is that one that stopped."""
+        """Exit because the store's host, the launcher or rank 0, does not answer."""
+        # rank 1 prints for all: rank 0 is gone, or the launcher is
         if not self.board.local and self.rank == 1:
             host = "the launcher" if hosted_by_agent() else "rank 0"
             print(
@@ -227,7 +230,7 @@ class Watch:
 
 
 def _main_thread() -> tuple[str, bool]:
-    """The innermost Python line of the main thread, and whether it is in torch."""
+    """Return the innermost Python line of the main thread, and True if it is in torch."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "its end", False
@@ -236,7 +239,7 @@ def _main_thread() -> tuple[str, bool]:
 
 
 def _end_sibling(pid: int) -> None:
-    """SIGKILL a process that the same launcher started; a stopped process answers to nothing less."""
+    """Send SIGKILL to a process of the same launcher; a stopped process reacts to nothing less."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         parent = int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[1])
         if parent == os.getppid() and pid != os.getpid():
@@ -247,7 +250,7 @@ _watch: Watch | None = None
 
 
 def start(stall: float) -> None:
-    """Begin to watch in this rank of several; nothing in a single process. A second call changes nothing."""
+    """Start the watchdog of this rank; does nothing in a single process or in a second call."""
     global _watch
     board = job_board() if several() else None
     if board is None or _watch is not None:
@@ -257,7 +260,7 @@ def start(stall: float) -> None:
 
 
 def stop() -> None:
-    """End the watch in good order."""
+    """End the watchdog regularly."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -265,21 +268,22 @@ def stop() -> None:
 
 
 def progress(step: int, phase: str) -> None:
-    """Called by whatever works, after each piece of work: this rank got on. Free in a single process."""
+    """Record that this rank made progress; call it after each piece of work. Free in a single process."""
     if _watch is not None:
         _watch.progress(step, phase)
 
 
 def missing() -> list[str]:
-    """Ranks whose heart has missed several beats, as this rank sees it."""
+    """Return the ranks that missed several heartbeats, as seen by this rank."""
     return _watch.missing() if _watch is not None else []
 
 
 def progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
-    """A phase in which `progress` is called again and again (updates): where it stays out, the job hangs."""
+    """Return the context of a phase that calls `progress` repeatedly (steps): if the calls stop, the job hangs."""
     return _watch.pace(phase, hurried=True) if _watch is not None else contextlib.nullcontext()
 
 
 def no_progress_timeout(phase: str) -> contextlib.AbstractContextManager[None]:
-    """A phase that may take any time, on every rank or on one that the others wait for (a report, a save)."""
+    """Return the context of a phase that may take any time, on every rank or on one that the others wait for (a report,
+    a save)."""
     return _watch.pace(phase, hurried=False) if _watch is not None else contextlib.nullcontext()

@@ -1,1 +1,1 @@
-"""A backbone: where it lies, what its files say, how it is built, where its parts are."""
+"""Backbones: locating them, reading their files, building the models, and finding their parts."""

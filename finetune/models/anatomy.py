@@ -1,6 +1,7 @@
-"""Where a model has its blocks, attention, positions, vocabulary, linear layers and cache; what a pipeline cuts it by.
+"""Locate the parts of a model: blocks, attention, positions, vocabulary, linear layers, cache, and pipeline split
+points.
 
-transformers 5.24 renamed `past_key_values` to `cache`, in the arguments and in the results of every model alike.
+transformers 5.24 renamed `past_key_values` to `cache`, in the arguments and in the outputs of every model.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from .families import BOUNDED, FAMILIES, BlockStack, pipeline_families, usable_p
 
 
 def backbone_of(model: nn.Module) -> Any:
-    """The transformers model inside PEFT's wrapper, or the model itself."""
+    """Return the transformers model inside PEFT's wrapper, or the model itself."""
     get = getattr(model, "get_base_model", None)
     return model if get is None else get()
 
 
 def is_conv1d(module: Any) -> bool:
-    """Whether a layer is transformers' Conv1D (GPT-2): linear, with its weight kept as (inputs, outputs)."""
+    """True for transformers' Conv1D (GPT-2): a linear layer with its weight stored as (inputs, outputs)."""
     return type(module).__name__ == "Conv1D"
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a layer is linear, however it keeps its weight."""
+    """True for a linear layer, however its weight is stored."""
     return isinstance(module, nn.Linear) or is_conv1d(module)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of any model of transformers: the members of its outermost module lists that have
+    """Return the transformer blocks of any transformers model: the members of its outermost module lists that have
     parameters (encoder and decoder of T5; those of other pipeline stages have none)."""
     found: list[nn.Module] = []
     for child in model.children():
@@ -44,12 +45,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """The attention module of each block that has one."""
+    """Return the attention module of each block that has one."""
     return [attention for block in blocks(model) for attention in _attention(block)]
 
 
 def _attention(block: nn.Module) -> list[nn.Module]:
-    """The outermost attention modules within a block."""
+    """Return the outermost attention modules within a block."""
     found: list[nn.Module] = []
     for child in block.children():
         if type(child).__name__.endswith("Attention") and any(True for _ in child.parameters()):
@@ -60,18 +61,18 @@ def _attention(block: nn.Module) -> list[nn.Module]:
 
 
 def vocabulary_size(model: Any) -> int:
-    """V, as the width of the input embedding where this process has one."""
+    """Return V: the width of the input embedding, if this process has one, else from the config."""
     embeddings = getattr(model, "get_input_embeddings", None)
     return int(embeddings().weight.shape[0] if embeddings else model.config.get_text_config().vocab_size)
 
 
 def _config(model: nn.Module) -> Any:
-    """The model's configuration, which each piece of a pipeline has."""
+    """Return the model's configuration, which each piece of a pipeline has."""
     return next(module.config for module in backbone_of(model).modules() if hasattr(module, "config"))
 
 
 def beside_language(model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules that a multimodal model has beside its language model: a vision tower, its projector."""
+    """Return the names of a multimodal model's modules other than its language model: a vision tower, its projector."""
     config = _config(model)
     text = config.get_text_config()
     if text is config:
@@ -87,8 +88,9 @@ _TABLES = ("wpe", "position_embedding", "position_embeddings", "embed_positions"
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Longest row, tokens, that a table of learned positions allows; None where positions are computed (rotary, …)."""
-    beside = tuple(f"{name}." for name in beside_language(model))  # an image's patches are no tokens
+    """Return the maximum sequence length, in tokens, of a learned position table; None if positions are computed
+    (rotary, …)."""
+    beside = tuple(f"{name}." for name in beside_language(model))  # an image's patches are not text tokens
     tables = [
         module
         for name, module in model.named_modules()
@@ -96,16 +98,17 @@ def position_limit(model: nn.Module) -> int | None:
     ]
     # RoBERTa counts from padding_idx + 1, OPT keeps `offset` rows to itself
     used = [t.padding_idx + 1 if t.padding_idx is not None else getattr(t, "offset", 0) for t in tables]
-    taken = getattr(model, "soft_tokens", 0)  # they lie before every row
+    taken = getattr(model, "soft_tokens", 0)  # soft tokens take positions before every sequence
     rows = [t.num_embeddings - u for t, u in zip(tables, used, strict=True)]
     config = _config(model)
     if (rows or config.get_text_config().model_type in BOUNDED) and (made_for := usable_positions(config)) is not None:
-        rows.append(made_for)  # Nyströmformer has rows beyond it that it never reads
+        rows.append(made_for)  # Nyströmformer's table has extra rows that it never reads
     return min(rows) - taken if rows else None
 
 
 def before_text(model: Any) -> str:
-    """What lies before the text of every row, as `2 soft tokens and 3 places of features`; empty where nothing does."""
+    """Describe the positions before the text of every sequence, as `2 soft tokens and 3 places of features`; empty if
+    none."""
     taken = getattr(model, "soft_tokens", 0)
     projector = getattr(model, "features_before", None)
     places = 0 if projector is None else projector.places
@@ -115,20 +118,20 @@ def before_text(model: Any) -> str:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A model's parts, by their modules."""
+    """Parts of a model, as modules."""
 
     causal: Any
-    """The backbone with its head, without PEFT around it."""
+    """Backbone with its head, without the PEFT wrapper."""
     base: Any
-    """The backbone without its head; `causal` itself where the family has no such module."""
+    """Backbone without its head; `causal` itself if the family has no such module."""
     stacks: tuple[BlockStack, ...]
 
     @classmethod
     def of(cls, model: nn.Module) -> Anatomy:
-        """Find the parts of a model, PEFT around it or not.
+        """Find the parts of a model, with or without a PEFT wrapper.
 
         Raises:
-            UserError: its family is not known here.
+            UserError: its family is not supported.
         """
         causal = backbone_of(model)
         kind = causal.config.model_type
@@ -143,12 +146,12 @@ class Anatomy:
         return [block for stack in self.stacks for block in self.run(stack)]
 
     def run(self, stack: BlockStack) -> nn.ModuleList:
-        """The blocks of one stack."""
+        """Return the blocks of one stack."""
         return self.base.get_submodule(stack.blocks)
 
     @property
     def head(self) -> list[str]:
-        """Names of `causal`'s children with parameters behind the blocks."""
+        """Names of `causal`'s children with parameters after the blocks."""
         own = {name.split(".")[0] for stack in self.stacks for name in (stack.blocks, *stack.first, *stack.last)}
         before = {*own, "shared"} if self.base is self.causal else {self.causal.base_model_prefix}
         children = self.causal.named_children()
@@ -156,7 +159,7 @@ class Anatomy:
 
     @property
     def width(self) -> int:
-        """D."""
+        """Hidden size D."""
         return int(self.causal.config.hidden_size)
 
 
@@ -164,12 +167,13 @@ class Anatomy:
 
 
 NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
-"""What a block or a model calls the argument, in one version of transformers or another."""
+"""Names of the cache argument of a block or a model, across versions of transformers."""
 
 
 @functools.cache
 def cache_name() -> str:
-    """The model's argument in the installed transformers, which is the field of its output as well."""
+    """Return the name of the model's cache argument in the installed transformers, which is also the field of its
+    output."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     fields = CausalLMOutputWithPast.__dataclass_fields__
@@ -177,10 +181,10 @@ def cache_name() -> str:
 
 
 def kept_cache(output: Any) -> Any:
-    """What a model that was called with `use_cache=True` has kept."""
+    """Return the cache from the output of a model called with `use_cache=True`."""
     return getattr(output, cache_name())
 
 
 def given_cache(cache: Any) -> dict[str, Any]:
-    """The argument that gives it to the model again."""
+    """Return the keyword argument that passes the cache to the model."""
     return {cache_name(): cache}

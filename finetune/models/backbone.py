@@ -1,8 +1,8 @@
-"""A frozen pretrained backbone, opened once: where it lies, its configuration, its tokenizer, and which tasks it is
-for.
+"""Frozen pretrained backbone, opened once: its location, configuration, tokenizer, and the tasks it supports.
 
-A shipped name, a local directory, a folder of an installed package or a name of the model hub. Only safetensors are
-read and no code from a model repository is ever run. Building the model is apart (`load.py`, `meta.py`).
+A backbone is a shipped name, a local directory, a folder of an installed package or a name on the model hub. Only
+safetensors are read and no code from a model repository is ever run. The model is built elsewhere (`load.py`,
+`meta.py`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 PACKAGE = "package:"
-"""How the name of a folder inside an installed Python package begins."""
+"""Prefix of names of folders inside an installed Python package."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 _TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Files of which a directory with a tokenizer has one."""
+"""File patterns, one of which matches in every directory with a tokenizer."""
 _KEPT = 4
 """Backbones that a process keeps open."""
 _LARGEST = 10_000_000
@@ -45,43 +45,43 @@ _SIZES = {
     "vocab_size": _LARGEST,
     "intermediate_size": _LARGEST,
 }
-"""Key of config.json → the largest value; beyond it a model is built for hours before its weights differ."""
+"""Key of config.json → the largest accepted value; with more, building the model would take hours before its weights
+turn out to differ."""
 _opened: dict[tuple[str, str], Backbone] = {}
-"""What this process has opened: (name, working directory) → backbone."""
+"""Backbones opened by this process: (name, working directory) → backbone."""
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A backbone that is there, as `open_backbone` gives it. Its parts are read when they are first asked for.
+    """An existing backbone, as returned by `open_backbone`. Its parts are read on first use.
 
-    Configuration and tokenizer are shared by all who open it: whoever changes them takes one of their own
-    (`own_config`, `own_tokenizer`).
+    Configuration and tokenizer are shared by all callers: to change them, take a copy (`own_config`, `own_tokenizer`).
     """
 
     name: str
-    """As it was asked for: shipped name, directory, `package:NAME/FOLDER` or hub name."""
+    """Name as requested: shipped name, directory, `package:NAME/FOLDER` or hub name."""
     directory: Path
-    """Holds config.json and safetensors weights."""
+    """Directory with config.json and safetensors weights."""
     _state: tuple[tuple[str, int, int, int], ...] = field(repr=False)
 
     @property
     def where(self) -> str:
-        """How a sentence about it begins."""
+        """Start of error messages about it."""
         return f"backbone {self.name!r}"
 
     @property
     def recorded_name(self) -> str:
-        """What adapter_config.json says it belongs to: the shipped or hub name, or the absolute local path."""
+        """Name recorded in adapter_config.json: the shipped or hub name, or the absolute local path."""
         local = user_path(self.name)
         return str(local.resolve()) if assets.backbone(self.name) is None and local.is_dir() else self.name
 
     @cached_property
     def config(self) -> Any:
-        """Its configuration, transformers' own. Raises UserError for values that the architecture cannot have."""
+        """Configuration object of transformers. Raises UserError for values that the architecture cannot have."""
         return sound_config(self.directory)
 
     def own_config(self, settings: dict[str, Any]) -> Any:
-        """A copy of its configuration with `settings`, for a model to keep."""
+        """Return a copy of its configuration with `settings`, for a model to keep."""
         config = copy.deepcopy(self.config)
         for key, value in settings.items():
             setattr(config, key, value)
@@ -89,29 +89,29 @@ class Backbone:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether a tokenizer lies in its directory."""
+        """True if its directory has a tokenizer."""
         return any(next(self.directory.glob(pattern), None) for pattern in _TOKENIZER)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads).
+        """Shared tokenizer; a missing pad token becomes the end-of-sequence token (masked wherever it pads).
 
         Raises:
-            UserError: there is none, it has neither of those tokens, or more tokens than the model reads.
+            UserError: there is none, it has neither of those tokens, or it has more tokens than the model's vocabulary.
         """
         return self.own_tokenizer()
 
     def own_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer read anew, to be changed and saved."""
+        """Load a separate tokenizer, to be changed and saved."""
         from transformers import AutoTokenizer
 
-        config = self.config  # which the tokenizer's class is told by, so that it would be blamed for a bad one
+        config = self.config  # read first: the tokenizer would be blamed for a bad config.json
         try:
             with quiet_transformers():
                 tokenizer = AutoTokenizer.from_pretrained(self.directory, config=config, trust_remote_code=False)
         except Exception as error:
             raise UserError(f"{self.where}: its tokenizer cannot be loaded: {first_line(error)}") from error
-        # Without added tokens: some models' own tokenizers have a few that the model never reads.
+        # Added tokens are not counted: some models' own tokenizers have a few that the model never reads.
         read = getattr(config.get_text_config(), "vocab_size", None)
         if read is not None and tokenizer.vocab_size > read:
             raise UserError(
@@ -126,7 +126,7 @@ class Backbone:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of its weights, every byte of them (`flatshift.finetune.models.fingerprint`)."""
+        """SHA-256 of its weights, covering every byte (`flatshift.finetune.models.fingerprint`)."""
         from .fingerprint import fingerprint
 
         return fingerprint(self.directory)
@@ -140,28 +140,28 @@ class Backbone:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a manifest says of it: its name, the fingerprint of its weights, digests of its texts."""
+        """Manifest record: its name, the fingerprint of its weights, and digests of its text files."""
         return {"name": self.name, "fingerprint": self.fingerprint, "files": self.text_digests}
 
     @property
     def reads_both_ways(self) -> bool:
-        """Whether its tokens see those after them, so that it learns by masked language modelling."""
+        """True if its attention is bidirectional, so that it is trained by masked language modelling."""
         return reads_both_ways(self.config)
 
     @property
     def has_both_sides(self) -> bool:
-        """Whether it is an encoder-decoder (T5, BART)."""
+        """True if it is an encoder-decoder (T5, BART)."""
         return bool(self.config.is_encoder_decoder)
 
     @property
     def judged_token(self) -> int | None:
-        """The token at which a head over it judges a row, where it is an encoder-decoder: the end of sequence, of which
-        transformers wants equally many in the rows of a batch. None for others."""
+        """Token whose state a head over an encoder-decoder reads: the end of sequence, of which transformers requires
+        equally many in every sequence of a batch. None for other models."""
         return self.config.eos_token_id if self.config.is_encoder_decoder else None
 
     @property
     def decoder_start(self) -> int:
-        """The token that its decoder begins with. Raises UserError where no decoder reads an encoder."""
+        """First token of its decoder. Raises UserError if it is not an encoder-decoder."""
         from transformers import GenerationConfig
 
         start = getattr(self.config, "decoder_start_token_id", None)
@@ -177,13 +177,13 @@ class Backbone:
 
 
 def open_backbone(name: str | Path | Backbone) -> Backbone:
-    """The backbone `name`, opened; one that is open is given back.
+    """Open the backbone `name`; a backbone that is open already is returned as is.
 
-    A process opens a name once: it is looked for again only where a file of its directory has changed.
+    A process opens a name once, and again only if a file of its directory has changed.
 
     Raises:
-        UserError: nothing of that name; or the directory lacks config.json or safetensors weights; or the model
-            needs code from its repository.
+        UserError: nothing has that name; or the directory lacks config.json or safetensors weights; or the model needs
+            code from its repository.
     """
     if isinstance(name, Backbone):
         return name
@@ -200,21 +200,21 @@ def open_backbone(name: str | Path | Backbone) -> Backbone:
 
 
 def _state(directory: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """What changes with every write into a directory: of its files, name, size, inode and time of the last change."""
+    """Return name, size, inode and modification time of a directory's files, which change with every write into it."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         seen = [(entry.name, entry.stat()) for entry in entries]
         return tuple(sorted((name, stat.st_size, stat.st_ino, stat.st_mtime_ns) for name, stat in seen))
     return ()
 
 
-# --------------------------------------------------------------------------------------------- where it lies
+# --------------------------------------------------------------------------------------------- location
 
 
 def _resolve(name: str) -> Path:
-    """The directory of `name`: shipped name, else existing directory, else hub name (downloaded, cached).
+    """Return the directory of `name`: shipped name, else existing directory, else hub name (downloaded, cached).
 
-    `package:NAME/FOLDER` is a folder inside an installed Python package, which is found without being imported.
-    Of a hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
+    `package:NAME/FOLDER` is a folder inside an installed Python package, which is located without being imported. Of a
+    hub repository only its top-level JSON, tokenizer and safetensors files are fetched.
     """
     if name.startswith(PACKAGE):
         directory = _in_package(name)
@@ -257,7 +257,7 @@ def _from_hub(name: str) -> Path:
         "allow_patterns": ["*.json", "*.safetensors", "*.model", "*.txt", "*.tiktoken", "*.jinja"],
         "ignore_patterns": ["*/*"],
     }
-    with contextlib.suppress(Exception):  # not in the cache, or only in part: ask the hub
+    with contextlib.suppress(Exception):  # not cached, or only in part: ask the hub
         cached = Path(snapshot_download(name, local_files_only=True, **files))
         if any(cached.glob("*.safetensors")):
             return cached
@@ -275,11 +275,11 @@ def _from_hub(name: str) -> Path:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub's host name resolves; saves half a minute of retries where there is no network."""
+    """True if the hub's host name resolves; saves half a minute of retries without a network."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"}:
         return False
     if any(os.environ.get(proxy) for proxy in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")):
-        return True  # names are resolved by the proxy
+        return True  # the proxy resolves names
     host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or "huggingface.co"
     try:
         socket.getaddrinfo(host, 443)
@@ -316,11 +316,12 @@ def _check_directory(directory: Path, name: str) -> None:
     refuse_remote_code(config, where)
 
 
-# --------------------------------------------------------------------------------------------- what its files say
+# --------------------------------------------------------------------------------------------- configuration
 
 
 def refuse_remote_code(config: dict[str, Any], where: str) -> None:
-    """Refuse a config whose classes are the repository's own; one that names transformers' classes is fine."""
+    """Raise UserError for a config whose classes come from the repository; one that names classes of transformers is
+    fine."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -342,7 +343,7 @@ def refuse_remote_code(config: dict[str, Any], where: str) -> None:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Hold back transformers' own log lines and progress bars; both are put back afterwards."""
+    """Silence transformers' log lines and progress bars inside the context; both are restored afterwards."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -357,13 +358,13 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def sound_config(directory: Path) -> Any:
-    """transformers' configuration in `directory`. Raises UserError where it refuses config.json."""
+    """Read the configuration in `directory` with transformers. Raises UserError if transformers rejects config.json."""
     from transformers import AutoConfig
 
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # each architecture checks its own, in exceptions of many kinds
+    except Exception as error:  # each architecture validates its own config, with many kinds of exceptions
         told = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{directory / 'config.json'} does not fit its architecture: {shortened(told, 140)}") from error
     check_sizes(config, directory / "config.json")
@@ -371,55 +372,55 @@ def sound_config(directory: Path) -> Any:
 
 
 def check_sizes(config: Any, file: Path) -> None:
-    """Raise UserError for a size in transformers' own `config`, read from `file`, that no model has."""
+    """Raise UserError for an implausible size in transformers' own `config`, read from `file`."""
     for key, most in _SIZES.items():
         value = getattr(config.get_text_config(), key, None)
-        each = value if isinstance(value, list) and value else [value]  # Gemma 3n: one for each layer
+        each = value if isinstance(value, list) and value else [value]  # Gemma 3n lists one value per layer
         if value is not None and not all(isinstance(one, int) and 1 <= one <= most for one in each):
             shown = shortened(json.dumps(value, default=str), 40)
             raise UserError(f"{file} has {key} {shown}, not a whole number from 1 to {most:,}")
 
 
 def reads_both_ways(config: Any) -> bool:
-    """Whether tokens see those after them, by transformers' own `config`."""
+    """True if attention is bidirectional, by transformers' own `config`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
 
 
-# ---------------------------------------------------------------------------------------- whether it is made for a task
+# ---------------------------------------------------------------------------------------- tasks it supports
 
 
 def check_task(name: str | Path | Backbone, task: Task) -> None:
-    """Refuse a task that `flatshift.finetune.models.load.load_backbone` would refuse for the backbone's kind, in its
-    words.
+    """Raise the error that `flatshift.finetune.models.load.load_backbone` would raise for this task and kind of
+    backbone.
 
-    What only the weights can tell (they are damaged, or lack a head) is left to loading.
+    Problems of the weights (damaged, or without a head) are left to loading.
 
     Raises:
-        UserError: transformers has no class of this task for it, or it is an encoder where a decoder is needed or the
-            other way round; and as `open_backbone`.
+        UserError: transformers has no class of this task for it, or it is an encoder where a decoder is needed or vice
+            versa; and as `open_backbone`.
     """
     backbone = open_backbone(name)
     config, where = backbone.config, backbone.where
     auto, _ = auto_class(task, num_labels=2, label_names=None)
-    if type(config) not in auto._model_mapping:  # what `from_pretrained` asks first
+    if type(config) not in auto._model_mapping:  # the first check of `from_pretrained`
         raise no_class(task, where)
-    if task.backbone == "encoder" or not config.is_encoder_decoder:  # else the decoder alone is meant, if it is there
+    if task.backbone == "encoder" or not config.is_encoder_decoder:  # otherwise only the decoder is used, if it has one
         check_causal(config, task, where)
 
 
 def auto_class(
     task: Task, *, num_labels: int | None, label_names: Sequence[str] | None
 ) -> tuple[type[Any], dict[str, Any]]:
-    """transformers' class for `task` and the settings of its config: the classes of a head."""
+    """Return transformers' class for `task` and the settings of its config: the classes of a head."""
     import transformers
 
     return getattr(transformers, task.auto_class), task.head_settings(num_labels=num_labels, label_names=label_names)
 
 
 def check_causal(config: Any, task: Task, where: str) -> None:
-    """Raise UserError for an encoder as language model, and a decoder as masked one; `config` is transformers' own."""
+    """Raise UserError for an encoder as language model, or a decoder as masked one; `config` is transformers' own."""
     if task.backbone == "decoder" and reads_both_ways(config):
         raise UserError(
             f"{where} is an encoder ({config.model_type}) whose tokens see the future, so it cannot be trained as a "
@@ -430,7 +431,7 @@ def check_causal(config: Any, task: Task, where: str) -> None:
 
 
 def no_class(task: Task, where: str) -> UserError:
-    """What the user is told where transformers has no class of this task for the backbone."""
+    """Return the error for a backbone for which transformers has no class of this task."""
     return UserError(
         f"{where}: transformers has no {task.modelling} class for this architecture; `task.kind: seq2seq` is for "
         "encoder-decoders (T5, BART), language-model and completion are for decoders, masked-lm is for encoders, "
@@ -439,12 +440,12 @@ def no_class(task: Task, where: str) -> UserError:
 
 
 REFUSED = (OSError, ValueError, KeyError, RuntimeError, ImportError)
-"""Errors of transformers where it cannot make a model; of a quantised one whose package is missing the last."""
+"""Errors of transformers if it cannot build a model; ImportError if the package of a quantised one is missing."""
 
 
 def refusal(error: Exception, task: Task, where: str) -> UserError:
-    """What the user is told where transformers cannot build or load a model for `task`; raises `error` itself where
-    memory ran out."""
+    """Return the error for a model that transformers cannot build or load for `task`; re-raise `error` if memory ran
+    out."""
     if is_out_of_memory(error):
         raise error
     if "Unrecognized configuration class" in str(error):

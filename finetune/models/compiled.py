@@ -1,9 +1,9 @@
-"""torch.compile of the transformer blocks, from outside, and only while a training pass is under way.
+"""Apply torch.compile to the transformer blocks, without changing the model, and only during a training pass.
 
-A block keeps its module tree and its parameters; for the time of a pass its call goes to a compiled twin (torchtitan
-compiles its blocks one by one for the same reason: blocks are alike, so one graph serves all of them). Evaluation,
-recording and saving meet the model as it was. Graphs are made for one shape at a time: which kernels a shape gets must
-not depend on the shapes before it, or a resumed run would end with other bits.
+A block keeps its module tree and its parameters; during a pass its call goes to a compiled twin (like torchtitan, which
+compiles block by block because equal blocks share one graph). Evaluation, recording and saving see the original model.
+Graphs are compiled for static shapes: the kernels for a shape must not depend on the shapes before it, or a resumed run
+would not be bit-identical.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class Compiled:
-    """The blocks of a model and their compiled twins."""
+    """Transformer blocks of a model and their compiled twins."""
 
     def __init__(self, model: nn.Module, *, backend: str = "inductor") -> None:
-        """Nothing is compiled before the first pass.
+        """Prepare the twins; nothing is compiled before the first pass.
 
         Raises UserError for a backbone without blocks, or with dropout.
         """
@@ -40,7 +40,7 @@ class Compiled:
         self._blocks = blocks(model)
         if not self._blocks:
             raise UserError("train.compile: this backbone has no list of blocks that could be compiled; leave it off")
-        # what FSDP2 gathers and frees is done by the block's hooks, which stay outside of the graph
+        # FSDP2 gathers and frees in the block's hooks, which must stay outside the graph
         self._within = any(isinstance(block, FSDPModule) for block in self._blocks)
         self._twins: list[Any] = [
             torch.compile(block.forward if self._within else block._call_impl, backend=backend, dynamic=False)
@@ -49,7 +49,7 @@ class Compiled:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Calls of the blocks go to their twins inside."""
+        """Redirect calls of the blocks to their twins inside the context."""
         name, usual = ("forward", {}) if self._within else ("_compiled_call_impl", {"_compiled_call_impl": None})
         for block, twin in zip(self._blocks, self._twins, strict=True):
             vars(block)[name] = twin

@@ -1,8 +1,8 @@
-"""The model families: one table by transformers' model type, with what each axis of a mesh has to know of it.
+"""Model families: one table by transformers' model type, with the properties that each mesh axis depends on.
 
-A block has *regions*: an entry module whose input is whole, column layers that are cut by output rows, and one row
-layer that is cut by input columns and whose output is summed over the ranks. Everything else stays whole. Nothing here
-imports torch.
+A block has *regions*: an entry module whose input is replicated, column layers that are split by output rows, and one
+row layer that is split by input columns and whose output is summed over the ranks. Everything else is replicated.
+Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,62 +14,63 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Region:
-    """Names are relative to the block. Of `columns` those that exist count (gated and plain feed-forward)."""
+    """One tensor-parallel region of a block; names are relative to the block. Names in `columns` that do not exist are
+    ignored (gated and plain feed-forward)."""
 
     entry: str
     columns: tuple[str, ...]
     row: str
     heads: bool = False
-    """Attention: rows come in heads."""
+    """True for attention: output rows are grouped by head."""
     fused: int = 1
-    """Equal blocks of rows in a column layer, each cut apart (GPT-2's query, key and value)."""
+    """Equal groups of rows in a column layer, each split separately (GPT-2's query, key and value)."""
     counts: tuple[str, ...] = ()
-    """Attributes of the entry module that count heads or channels and become local."""
+    """Attributes of the entry module that count heads or channels and become per-rank counts."""
     bias: str | None = None
-    """An embedding of the entry module with one column a head (T5's relative position bias)."""
+    """An embedding of the entry module with one column per head (T5's relative position bias)."""
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """Names are suffixes of module names in the backbone; `*` is a number."""
+    """Tensor-parallel plan of a family. Names are suffixes of module names in the backbone; `*` is a number."""
 
     about: str
     blocks: str
     regions: tuple[Region, ...]
     embeddings: tuple[str, ...] = ()
-    """Embeddings over the vocabulary; a linear output head over it is cut as well."""
+    """Embeddings over the vocabulary; a linear output head over it is split as well."""
     norm: str | None = None
-    """The norm after the last block; None where the residual stream cannot be split by tokens."""
+    """The norm after the last block; None if the residual stream cannot be split by tokens."""
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether the residual stream may be split by tokens."""
+        """True if the residual stream may be split by tokens."""
         return self.norm is not None
 
 
 @dataclass(frozen=True)
 class BlockStack:
-    """A run of blocks, as a pipeline cuts it; names are relative to the model without its head."""
+    """Sequence of blocks that a pipeline splits; names are relative to the model without its head."""
 
     blocks: str
-    """The nn.ModuleList."""
+    """Name of the nn.ModuleList."""
     first: tuple[str, ...]
-    """Modules before the first block that have parameters."""
+    """Modules with parameters before the first block."""
     last: tuple[str, ...]
-    """Modules after the last block that have parameters."""
+    """Modules with parameters after the last block."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """What is known of one architecture beyond what any model of transformers shows by itself."""
+    """Properties of one architecture that cannot be derived from the model itself."""
 
     tensor: TensorPlan
-    """How its layers are cut along `mesh.tp`."""
+    """Split of its layers along `mesh.tp`."""
     stacks: tuple[BlockStack, ...] = ()
-    """What `mesh.pp` cuts, the encoder's blocks before the decoder's; empty where it cannot be cut."""
+    """Blocks that `mesh.pp` splits, the encoder's before the decoder's; empty if it cannot be split."""
     context: bool = False
-    """Whether `mesh.cp` may split its tokens: they meet in causal self-attention only, through transformers' attention
-    interface."""
+    """True if `mesh.cp` may split its tokens: they interact only in causal self-attention, through transformers'
+    attention interface."""
 
 
 _GATED = Region("mlp", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
@@ -99,7 +100,7 @@ _GPT2 = (
     Region("mlp", ("mlp.c_fc",), "mlp.c_proj"),
 )
 _NEOX = (
-    # the rows of query_key_value are ordered by head, so an even cut keeps heads whole
+    # the rows of query_key_value are ordered by head, so an even split keeps heads whole
     Region("attention", ("attention.query_key_value",), "attention.dense", heads=True),
     Region("mlp", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
 )
@@ -162,21 +163,21 @@ FAMILIES = {
     "roberta": _encoder("RoBERTa: encoder blocks and vocabulary; task head whole"),
     "vit": Family(TensorPlan("ViT: encoder blocks; patch embedding and task head whole", "layers.*", _VIT)),
 }
-"""Model type of transformers → what is known of it. A family is added by one entry here."""
+"""Model type of transformers → family. To add a family, add one entry here."""
 
 
 def tensor_plans() -> dict[str, str]:
-    """Model types that tensor parallelism can cut, and a sentence about each."""
+    """Return the model types that tensor parallelism can split, with a sentence about each."""
     return {kind: family.tensor.about for kind, family in FAMILIES.items()}
 
 
 def pipeline_families() -> tuple[str, ...]:
-    """Model types that can be cut into stages."""
+    """Return the model types that can be split into pipeline stages."""
     return tuple(kind for kind, family in FAMILIES.items() if family.stacks)
 
 
 def context_families() -> tuple[str, ...]:
-    """Model types whose tokens can be split."""
+    """Return the model types whose tokens can be split."""
     return tuple(kind for kind, family in FAMILIES.items() if family.context)
 
 
@@ -204,12 +205,13 @@ COUNTED_FROM_PAD = frozenset(
         "xmod",
     ]
 )
-"""Model types whose table has `max_position_embeddings` rows, of which the first text token has that behind the pad
-token's."""
+"""Model types with a position table of `max_position_embeddings` rows in which the first text token takes the row after
+the pad token's."""
 
 
 BOUNDED = frozenset({"codegen", "ctrl", "gptj", "mpt"})
-"""Model types whose positions are computed once, as many as config.json says: a longer row is an error of an index."""
+"""Model types whose positions are precomputed for the length in config.json: a longer sequence raises an index
+error."""
 
 
 LEAKS_PACKED = frozenset(
@@ -238,14 +240,14 @@ What is not here is measured before the first step (`flatshift.finetune.evaluate
 
 
 def usable_positions(config: Any) -> int | None:
-    """Tokens of the longest row that a backbone was made for, by its config.json (parsed, or transformers' own).
+    """Return the maximum sequence length of a backbone, in tokens, by its config.json (parsed, or transformers' own).
 
-    None where it does not say.
+    None if it is not specified.
     """
     if not isinstance(config, Mapping):
         config = vars(config.get_text_config()) | {"model_type": config.get_text_config().model_type}
     found = next((config[name] for name in _POSITIONS if isinstance(config.get(name), int)), None)
-    if found is None or found < 1:  # XLNet says -1
+    if found is None or found < 1:  # XLNet has -1
         return None
     pad = config.get("pad_token_id")
     return found - (pad if isinstance(pad, int) else 1) - 1 if config.get("model_type") in COUNTED_FROM_PAD else found

@@ -1,4 +1,5 @@
-"""What tells one backbone's files from another's, weights read whole and remembered; what shows that none changed."""
+"""Fingerprints of a backbone's files, with cached digests of its weights, and a checksum of frozen weights in
+memory."""
 
 from __future__ import annotations
 
@@ -25,16 +26,17 @@ _READ = (
 )
 _CHUNK = 1 << 22
 _YOUNG_NS = 2_000_000_000
-"""A file that changed this shortly before it was read is read again: its times may not tell of the next change."""
+"""Minimum age of a file for its digests to be cached: right after a change, its timestamps may not reveal the next
+one."""
 _known: dict[tuple[str, tuple[int, ...]], dict[str, str]] = {}
-"""What this process has read: (file, its state) → digest of each tensor."""
+"""Digests computed by this process: (file, its state) → digest of each tensor."""
 
 
 def fingerprint(directory: Path) -> str:
-    """SHA-256 over each tensor's name, dtype, shape and bytes, all of them, in name order.
+    """Return a SHA-256 over each tensor's name, dtype, shape and bytes, in name order.
 
-    A fine-tuned copy of a model has another one; a file cut into shards has the same. What was read is remembered in
-    the cache directory by path, size, inode and times of change of the weight file, so a file is read once.
+    A fine-tuned copy of a model has a different fingerprint; the same weights split into shards have the same one.
+    Digests are cached by path, size, inode and modification times of the weight file, so a file is read once.
 
     Raises:
         UserError: as `flatshift.finetune.models.safetensors_index.read_index`.
@@ -53,14 +55,14 @@ def fingerprint(directory: Path) -> str:
 
 
 def text_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of the files beside the weights that say how a model is built and how it reads and writes, by name: its
+    """Return the SHA-256, by name, of the files other than weights that define the model and its tokenization:
     configuration, generation settings, tokenizer and chat templates."""
     read = [file for file in beside_weights(directory) if any(fnmatch(file.name, name) for name in _READ)]
     return sums(directory, read)
 
 
 def _digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """SHA-256 of each tensor of a weight file, from memory, from the cache or from the file."""
+    """Return the SHA-256 of each tensor of a weight file, from memory, from the cache or from the file."""
     state = _state(file)
     key = (str(file), state)
     about = {"file": str(file), "state": list(state)}
@@ -70,8 +72,9 @@ def _digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
         return known
     began = time.time_ns()
     names = sorted(entries)
-    with ThreadPoolExecutor(_workers()) as pool:  # the digests let go of the interpreter's lock
+    with ThreadPoolExecutor(_workers()) as pool:  # hashing releases the GIL
         found = dict(zip(names, pool.map(_tensor_digest, (entries[name] for name in names)), strict=True))
+    # cache only if the file did not change while it was read, or shortly before
     if _state(file) == state and max(state[2:]) < began - _YOUNG_NS:
         _known[key] = found
         told = {**about, "tensors": found}
@@ -80,7 +83,8 @@ def _digests(file: Path, entries: Mapping[str, TensorEntry]) -> dict[str, str]:
 
 
 def _state(file: Path) -> tuple[int, ...]:
-    """What changes with every write: size, inode, times of the last change of the content and of the entry, ns."""
+    """Return the file's size, inode, and times of last content and metadata change (ns), one of which changes with
+    every write."""
     seen = file.stat()
     return seen.st_size, seen.st_ino, seen.st_mtime_ns, seen.st_ctime_ns
 
@@ -101,7 +105,7 @@ def _tensor_digest(entry: TensorEntry) -> str:
 
 
 def _remembered(place: Path, about: Mapping[str, object]) -> dict[str, str] | None:
-    """The digests in a file of the cache; None for one that is torn, of something else, or of another state."""
+    """Return the digests in a cache file; None if it is torn, or belongs to another file or another state."""
     try:
         told = json.loads(place.read_bytes())
         if told.pop("self") != record_digest(told) or {name: told[name] for name in about} != about:
@@ -113,8 +117,8 @@ def _remembered(place: Path, about: Mapping[str, object]) -> dict[str, str] | No
 
 @torch.no_grad()
 def checksum(model: torch.nn.Module) -> str:
-    """SHA-256 over the bytes of every parameter that does not train, of every buffer and of every scale of quantised
-    weights, in name order."""
+    """Return a SHA-256 over the bytes of every frozen parameter, every buffer and every scale of quantised weights, in
+    name order."""
     digest = hashlib.sha256()
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     tensors |= dict(model.named_buffers()) | scales(model)

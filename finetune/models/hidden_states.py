@@ -1,4 +1,4 @@
-"""A backbone as a feature extractor, for selection."""
+"""Backbones as feature extractors for selection."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from .families import usable_positions
 def hidden_state_encoder(
     name: str | Path, *, max_length: int, device: str = "auto"
 ) -> Callable[[Sequence[str]], tuple[np.ndarray, np.ndarray]]:
-    """`encode(texts)` → (last hidden states [B, T, D] float32, mask [B, T]) of any transformers encoder or decoder.
+    """Return `encode(texts)` → (last hidden states [B, T, D] float32, mask [B, T]) of any transformers encoder or
+    decoder.
 
-    For selection, which pools them and never loads a model itself. Texts are cut after `max_length` tokens, or as many
-    as the model can read (with a UserWarning where these are fewer), and padded on the right. Of texts without a token
-    T is 0.
+    For selection, which pools the states and never loads a model itself. Texts are truncated to `max_length` tokens, or
+    to the model's maximum (with a UserWarning if that is shorter), and padded on the right. T is 0 if no text has a
+    token.
 
     Raises:
         UserError: as `open_backbone` and `resolve_device`.
@@ -67,7 +68,7 @@ def hidden_state_encoder(
             return_tensors="pt",
             return_token_type_ids=False,
         ).to(place)
-        if not batch["input_ids"].shape[1]:  # an empty batch has no dtype and no states: one token tells their width
+        if not batch["input_ids"].shape[1]:  # an empty batch has no states: run one token for their width
             one = torch.full((1, 1), tokenizer.pad_token_id, device=place)
             width = model(input_ids=one, attention_mask=torch.ones_like(one)).last_hidden_state.shape[2]
             return np.zeros((len(texts), 0, width), np.float32), np.zeros((len(texts), 0), np.int64)
@@ -78,13 +79,14 @@ def hidden_state_encoder(
 
 
 def _readable_tokens(model: Any, tokenizer: Any) -> int:
-    """How many tokens of a text `model` can read: its positions, less those that its family keeps for padding; where
-    the configuration does not say, what the tokenizer says."""
+    """Return the maximum number of text tokens of `model`: its positions, minus those its family reserves for padding;
+    if the configuration does not specify them, the tokenizer's limit."""
     return position_limit(model) or usable_positions(model.config) or int(tokenizer.model_max_length)
 
 
 def model_fingerprint(directory: str | Path) -> str:
-    """SHA-256 of a model directory's weights, configuration and tokenizer: what its hidden states depend on."""
+    """Return a SHA-256 of a model directory's weights, configuration and tokenizer, which determine its hidden
+    states."""
     root = Path(directory)
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*")):

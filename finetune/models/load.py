@@ -1,4 +1,4 @@
-"""A frozen backbone with its weights on one device."""
+"""Load a frozen backbone with its weights on one device."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def load_backbone(
 
     Args:
         num_labels: width of the head (Classify); by default the number of `label_names`.
-        label_names: class names in head order, kept in the config.
-        precision: what the whole backbone is cast to as it is read (`auto`: what `device` does faster); the
+        label_names: class names in head order, stored in the config.
+        precision: dtype that the whole backbone is cast to while it is read (`auto`: the faster one on `device`); the
             adapter attached later is float32 in either case.
-        narrow: keep its weights in bf16 all the same and widen each when it is used
-        (`flatshift.finetune.compute.precision`).
-        quantization: keep its linear layers in 4 or 8 bits (`flatshift.finetune.models.quantize`).
-        dropout: its own dropout rates while it trains; None for those of config.json.
+        narrow: store its weights in bf16 regardless and widen each when it is used
+            (`flatshift.finetune.compute.precision`).
+        quantization: store its linear layers in 4 or 8 bits (`flatshift.finetune.models.quantize`).
+        dropout: its own dropout rates during training; None for those of config.json.
 
-    The names of parameters that the checkpoint lacks (a new head) are kept in `model.new_parameters`;
+    The names of parameters that the checkpoint lacks (a new head) are stored in `model.new_parameters`;
     `attach_adapter` initialises and trains them. The global random state is not touched.
 
     Raises:
-        UserError: as `open_backbone`; or transformers has no class of this task for it; or weights are missing; or
-            it cannot be quantised, is so already, or bitsandbytes is missing.
+        UserError: as `open_backbone`; or transformers has no class of this task for it; or weights are missing; or it
+            cannot be quantised, is already quantised, or bitsandbytes is missing.
     """
     check_available(quantization)
     backbone = open_backbone(name)
     directory, where = backbone.directory, backbone.where
     auto, settings = auto_class(task, num_labels=num_labels, label_names=label_names)
-    # a checkpoint's head for other classes is replaced
+    # a checkpoint's head for other classes is replaced by a new one
     options: dict[str, Any] = {"ignore_mismatched_sizes": True} if task.is_sequence_level else {}
     dtype = loading_dtype(precision, directory, device, narrow=narrow)
     if quantization is not None:
-        import_library()  # by us, before anyone else does
+        import_library()  # import it here first: `import_library` keeps it from fetching code
         skeleton = build_skeleton(
             backbone, task=task, num_labels=num_labels, label_names=label_names, precision=precision
         )
@@ -70,7 +70,7 @@ def load_backbone(
     else:
         options |= read_straight_to(torch.device(device))
     try:
-        # Missing weights are drawn from the global generators by transformers; forking hides that.
+        # transformers initialises missing weights from the global generators; their state is restored afterwards.
         with quiet_transformers(), kept_draws([torch.device(device)]):
             loaded: Any = auto.from_pretrained(
                 directory,
@@ -95,4 +95,4 @@ def load_backbone(
     if narrow:
         widen_on_use(model, where=where)
     settle(model)
-    return model if quantization is not None else model.to(device)  # quantised on the device itself
+    return model if quantization is not None else model.to(device)  # quantised weights are on it already

@@ -1,8 +1,8 @@
-"""A backbone without its weights: every parameter on meta, every buffer real, matched with its checkpoint; and what is
-made sure of any model of a backbone, with weights or without.
+"""Build a backbone without its weights: parameters on the meta device, buffers real, matched with its checkpoint; and
+the checks made on every backbone model, with weights or without.
 
-Without weights it is what `load_backbone` gives, down to names, dtypes, ties, config and errors, but nothing is read
-except config.json and the headers of the weight files.
+Without weights the model equals the one from `load_backbone` in names, dtypes, ties, config and errors, but nothing is
+read except config.json and the headers of the weight files.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def build_skeleton(
     precision: Precision = "fp32",
     dropout: float | None = None,
 ) -> PreTrainedModel:
-    """The frozen backbone for `task` with parameters on meta; arguments as `load_backbone`.
+    """Build the frozen backbone for `task` with parameters on meta; arguments as for `load_backbone`.
 
-    `model.new_parameters` are the names that the checkpoint lacks (a new head), `model.checkpoint` says where every
-    other tensor is read from (`flatshift.finetune.parallel.weights.load_weights`). The global random state is not
+    `model.new_parameters` lists the parameters that the checkpoint lacks (a new head); `model.checkpoint` maps every
+    other tensor to its file (`flatshift.finetune.parallel.weights.load_weights`). The global random state is not
     touched.
 
     Raises:
-        UserError: as `load_backbone`; or a weight file is missing or cut short; or the backbone is quantised.
+        UserError: as `load_backbone`; or a weight file is missing or cut short; or the backbone is already quantised.
     """
     backbone = open_backbone(name)
     auto, options = auto_class(task, num_labels=num_labels, label_names=label_names)
@@ -79,11 +79,12 @@ def build_skeleton(
 def empty_model(
     auto: Any, name: str | Path | Backbone, *, dtype: torch.dtype, dropout: float | None = None, **options: Any
 ) -> PreTrainedModel:
-    """The model of transformers' class `auto` for a backbone, in evaluation mode, parameters on meta, weights tied.
+    """Build the model of transformers' class `auto` for a backbone, in evaluation mode, parameters on meta, weights
+    tied.
 
     Args:
         dropout: as in `load_backbone`.
-        options: settings of the config that differ from config.json.
+        options: config settings that differ from config.json.
     """
     from accelerate import init_empty_weights
     from transformers import GenerationConfig
@@ -101,7 +102,7 @@ def empty_model(
 
 
 def _keep_precision(model: Any, dtype: torch.dtype) -> None:
-    """Give the parameters for which transformers demands float32 in any precision that type."""
+    """Give the parameters that transformers keeps in float32 whatever the precision that dtype."""
     patterns = [re.compile(glob.replace("*", ".*")) for glob in model._get_dtype_plan(dtype)]
     for name, parameter in list(model.named_parameters()):
         if any(pattern.search(name) for pattern in patterns):
@@ -111,11 +112,11 @@ def _keep_precision(model: Any, dtype: torch.dtype) -> None:
 
 
 def configured(backbone: Backbone, settings: dict[str, Any], *, dropout: float | None) -> Any:
-    """The configuration of `backbone` with `settings`, and with the rate `dropout` (None: its own) wherever it, or a
-    configuration inside of it, names one.
+    """Return the configuration of `backbone` with `settings`, and with `dropout` (None: its own rates) for every
+    dropout key of it and of its nested configurations.
 
-    The odds that a whole layer is left out (`layerdrop`) are changed only by 0, which turns off whatever is random.
-    Raises UserError for a rate above 0 where no key takes it.
+    The probability of skipping a whole layer (`layerdrop`) is only changed by 0, which turns off all randomness. Raises
+    UserError for a rate above 0 if there is no key for it.
     """
     config = backbone.own_config(settings)
     if dropout is not None:
@@ -128,7 +129,7 @@ def configured(backbone: Backbone, settings: dict[str, Any], *, dropout: float |
 
 
 def check_dropout(model: Any, dropout: float | None, where: str) -> None:
-    """Raise UserError where the backbone still draws masks though it is told not to."""
+    """Raise UserError if the backbone still draws dropout masks although `dropout` is 0."""
     if dropout == 0 and uses_dropout(model):
         raise UserError(
             f"{where}: it has dropout that its configuration does not name, so train.backbone_dropout: 0 cannot turn "
@@ -137,9 +138,9 @@ def check_dropout(model: Any, dropout: float | None, where: str) -> None:
 
 
 def finish(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task) -> None:
-    """Check a model against transformers' `report` of its checkpoint, freeze it and note where it came from.
+    """Check a model against transformers' loading `report`, freeze it and record its origin.
 
-    Raises UserError for an encoder as language model, and for missing weights that are not a new head's.
+    Raises UserError for an encoder used as a language model, and for missing weights other than a new head's.
     """
     check_causal(model.config, task, backbone.where)
     model.new_parameters = _new_parameters(model, report, task, backbone.where)
@@ -151,10 +152,11 @@ def finish(model: Any, report: dict[str, Any], *, backbone: Backbone, task: Task
 
 
 def keep_head_whole(model: Any) -> None:
-    """Hand the output embedding contiguous hidden states only.
+    """Make the hidden states passed to the output embedding contiguous.
 
-    Of a slice (B, 1, D), as generation takes it, torch's matmul with a frozen (D, V) weight makes B products, each of
-    which copies the weight in bf16 on a CPU: 335 MB a row at V = 262,144 and D = 640. A contiguous one is one product.
+    For a slice (B, 1, D), as in generation, torch's matmul with a frozen (D, V) weight makes B products, each of which
+    copies the weight in bf16 on a CPU: 335 MB per sequence at V = 262,144 and D = 640. A contiguous input is one
+    product.
     """
     head = model.get_output_embeddings()
     if head is not None:
@@ -165,16 +167,16 @@ def _contiguous(module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(one.contiguous() if isinstance(one, torch.Tensor) else one for one in inputs)
 
 
-_contiguous.keeps_values = True  # type: ignore[attr-defined]  # of `flatshift.regularizers.layers.fused`
+_contiguous.keeps_values = True  # type: ignore[attr-defined]  # read by `flatshift.regularizers.layers.fused`
 
 
 def settle_padding(model: Any, backbone: Backbone) -> None:
-    """Let the config name the token that rows are padded with: by it the heads of decoders find a row's last token, and
-    many config.json name none, or another than their tokenizer pads with (`Backbone.tokenizer`).
+    """Set the config's pad token to the one that sequences are padded with: decoder heads use it to find the last
+    token, and many config.json name none, or another than their tokenizer pads with (`Backbone.tokenizer`).
 
-    transformers' heads judge a decoder's row at its last token that is not the config's pad token, and never look at
-    the attention mask, so config, tokenizer and rows have to agree. A config from whose pad token positions are counted
-    (RoBERTa) stays as it is. Without a tokenizer in the directory a missing one becomes the end-of-sequence token.
+    transformers' heads read a decoder's state at the last token that is not the config's pad token, and ignore the
+    attention mask, so config, tokenizer and data have to agree. A config whose positions are counted from its pad token
+    (RoBERTa) is kept. Without a tokenizer in the directory a missing pad token becomes the end-of-sequence token.
     """
     counted = (m for n, m in model.named_modules() if "position" in n.rsplit(".", 1)[-1])
     if any(getattr(module, "padding_idx", None) is not None for module in counted):
@@ -184,7 +186,7 @@ def settle_padding(model: Any, backbone: Backbone) -> None:
     if backbone.has_tokenizer:
         pad = backbone.tokenizer.pad_token_id
         vocabulary = getattr(text, "vocab_size", None)
-        if vocabulary is not None and pad >= vocabulary:  # pads no row that the model takes
+        if vocabulary is not None and pad >= vocabulary:  # not in the model's vocabulary: cannot pad
             pad = None
     if pad is None:
         owned = (getattr(owner, "pad_token_id", None) for owner in (config, text))
@@ -196,7 +198,8 @@ def settle_padding(model: Any, backbone: Backbone) -> None:
 
 
 def _new_parameters(model: PreTrainedModel, report: dict[str, Any], task: Task, where: str) -> tuple[str, ...]:
-    """Names of the parameters that were not in the checkpoint; only those around a head of one's own may be."""
+    """Return the names of the parameters missing from the checkpoint; only those of a task's own head may be
+    missing."""
     mismatched = {entry[0] if isinstance(entry, tuple | list) else entry for entry in report["mismatched_keys"]}
     absent = sorted(set(report["missing_keys"]) | mismatched)
     prefix = model.base_model_prefix + "."

@@ -1,9 +1,9 @@
-"""A frozen backbone kept in 4 or 8 bits (`train.quantization`) by bitsandbytes: QLoRA (2305.14314), LLM.int8()
+"""Quantise a frozen backbone to 4 or 8 bits (`train.quantization`) with bitsandbytes: QLoRA (2305.14314), LLM.int8()
 (2208.07339).
 
-Linear layers are quantised while the weight files are read; embeddings, norms, heads and whatever trains stay floats.
-A layer computes with its dequantised values in `train.precision`. On a CPU int8 layers do so in training and quantise
-activations too when they are evaluated; on CUDA they always do.
+Linear layers are quantised while the weight files are read; embeddings, norms, heads and trained layers stay floats. A
+layer computes with its dequantised values in `train.precision`. On a CPU int8 layers do so in training and also
+quantise activations in evaluation; on CUDA they always quantise activations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GET = "pip install 'flatshift[quant]'"
 
 
 def check_available(kind: Quantization | None) -> None:
-    """Raise UserError if `kind` is unknown or needs a package that is not here; bitsandbytes is not imported."""
+    """Raise UserError if `kind` is unknown or needs a missing package; bitsandbytes is not imported."""
     if kind is None:
         return
     if kind not in KINDS:
@@ -39,10 +39,10 @@ def check_available(kind: Quantization | None) -> None:
 
 
 def import_library() -> Any:
-    """The module bitsandbytes; raises UserError if it cannot be loaded.
+    """Import bitsandbytes; raises UserError if it cannot be loaded.
 
     On CPUs with bf16 instructions it would fetch a kernel from the model hub if the package `kernels` is installed;
-    code from there is never run, and nothing here would use that one.
+    code from there is never run, and that kernel would not be used here.
     """
     absent = "kernels" not in sys.modules
     if absent:
@@ -60,7 +60,7 @@ def import_library() -> Any:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hold back bitsandbytes' log lines, of which it writes one for each matrix product in some precisions."""
+    """Suppress bitsandbytes' log lines; in some precisions it writes one for each matrix product."""
     log = logging.getLogger("bitsandbytes")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -71,7 +71,7 @@ def _quiet() -> Iterator[None]:
 
 
 def try_out(kind: Quantization, device: str) -> str | None:
-    """Why a small layer of this kind does not let a gradient through on `device`; None if it does."""
+    """Return the reason why a small layer of this kind passes no gradient on `device`; None if it does."""
     import torch
 
     library = import_library()
@@ -95,11 +95,11 @@ def try_out(kind: Quantization, device: str) -> str | None:
 def loading_options(
     kind: Quantization, skeleton: Any, *, dtype: torch.dtype, device: torch.device | str, where: str
 ) -> dict[str, Any]:
-    """What `from_pretrained` is told besides.
+    """Return the additional arguments of `from_pretrained`.
 
     Args:
         skeleton: the model on meta (`flatshift.finetune.models.meta.build_skeleton`).
-        dtype: of the computation, and of what is not quantised.
+        dtype: of the computation, and of everything not quantised.
 
     Raises:
         UserError: no layer of the model can be quantised.
@@ -127,8 +127,8 @@ def loading_options(
 
 
 def _kept_whole(skeleton: Any, kind: Quantization) -> list[str]:
-    """Modules that stay floats: heads and tied weights, as transformers would have it; new ones, which train; and for
-    4 bits those whose rows do not end with a block of scales, which bitsandbytes 0.50 reads wrongly on CPUs."""
+    """Return the modules that stay floats: heads and tied weights, as in transformers; new ones, which train; and for 4
+    bits those whose rows do not end on a block of scales, which bitsandbytes 0.50 reads wrongly on CPUs."""
     from transformers.quantizers.base import get_keys_to_not_convert
 
     new = {name.rpartition(".")[0] for name in getattr(skeleton, "new_parameters", ())}
@@ -137,7 +137,7 @@ def _kept_whole(skeleton: Any, kind: Quantization) -> list[str]:
 
 
 def _inputs(module: Any) -> int:
-    """Columns of the weight of a layer that can be quantised; 0 for others."""
+    """Return the columns of the weight of a layer that can be quantised; 0 for others."""
     from .anatomy import is_conv1d  # imports torch
 
     if is_conv1d(module):
@@ -152,10 +152,10 @@ def _stays(name: str, kept: list[str]) -> bool:
 
 
 def settle(model: nn.Module) -> None:
-    """Make a quantised `model` fit for training beside evaluation; does nothing to others.
+    """Make a quantised `model` trainable after evaluation; other models are left unchanged.
 
     On CPUs with bf16 instructions bitsandbytes would repack 4-bit weights in place at the first evaluation: the scales
-    are rounded to bf16, and from then on no gradient passes.
+    are rounded to bf16, and from then on gradients do not flow.
     """
     layers: list[Any] = [module for module in model.modules() if type(module).__module__.startswith("bitsandbytes.")]
     for layer in layers:
@@ -166,7 +166,7 @@ def settle(model: nn.Module) -> None:
 
 
 def describe(model: nn.Module, kind: Quantization) -> str:
-    """What of the adapted layers is quantised, in a line for the log."""
+    """Describe in one line for the log how many adapted layers are quantised."""
     bases = [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]
     packed = sum(type(base).__module__.startswith("bitsandbytes.") for base in bases)
     floats = f"; {len(bases) - packed} stay floats" if packed < len(bases) else ""
@@ -174,7 +174,7 @@ def describe(model: nn.Module, kind: Quantization) -> str:
 
 
 def scales(model: nn.Module) -> dict[str, Tensor]:
-    """By name, the tensors that belong to quantised weights and are neither parameters nor buffers."""
+    """Return, by name, the tensors of quantised weights that are neither parameters nor buffers."""
     found: dict[str, Tensor] = {}
     for name, module in model.named_modules():
         if not type(module).__module__.startswith("bitsandbytes."):
@@ -193,12 +193,12 @@ def scales(model: nn.Module) -> dict[str, Tensor]:
 
 
 def unwrap_packed(model: nn.Module) -> None:
-    """Turn 4-bit parameters into plain ones of the same bytes, so that FSDP2 can shard them; the scales stay with
-    their layers, whole on every rank, and a layer finds them there when its bytes have been gathered."""
+    """Turn 4-bit parameters into plain ones of the same bytes, so that FSDP2 can shard them; the scales stay with their
+    layers, unsharded on every rank, where a layer finds them once its bytes have been gathered."""
     from torch import Tensor, nn
 
     for module in model.modules():
-        weight: Any = module._parameters.get("weight")  # PEFT's layers pass their base's on as an attribute
+        weight: Any = module._parameters.get("weight")  # PEFT layers forward their base layer's weight as an attribute
         if getattr(weight, "quant_state", None) is not None:
             holder: Any = module
             holder.quant_state = weight.quant_state

@@ -1,6 +1,6 @@
-"""What lies where in a directory of safetensors files, read from their headers and checked against their sizes.
+"""Index of the tensors in a directory of safetensors files, read from their headers and checked against their sizes.
 
-A truncated or missing file is found here, before a rank has read or allocated anything.
+A truncated or missing file is found here, before any rank has read or allocated anything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import UserError, first_line
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# As in the safetensors format; those that no weight of a transformers model has are left out.
+# As in the safetensors format, without the dtypes that no weight of a transformers model has.
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -31,8 +31,8 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-_LENGTH = 8  # bytes of the header's length, little endian
-_LONGEST = 100_000_000  # bytes of a header, the format's own limit
+_LENGTH = 8  # bytes that hold the header's length, little endian
+_LONGEST = 100_000_000  # bytes of a header, the limit of the format
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,20 @@ class TensorEntry:
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
-    """Byte at which it starts in its file, for reading in order."""
+    """Byte offset of the tensor in its file, for reading in order."""
 
     @property
     def bytes(self) -> int:
-        """Its size in the file."""
+        """Size of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_index(directory: Path) -> dict[str, TensorEntry]:
-    """The tensors of `model.safetensors`, or of the files in `model.safetensors.index.json`, by their name there.
+    """Return the tensors of `model.safetensors`, or of the files in `model.safetensors.index.json`, by name.
 
     Raises:
-        UserError: neither exists; a file of the index is missing, cut short or no safetensors file; a file lacks a
-            tensor that the index says is in it.
+        UserError: neither exists; a file of the index is missing, cut short or not a safetensors file; a file lacks a
+            tensor that the index assigns to it.
     """
     if (directory / SINGLE).is_file():
         return _read_header(directory / SINGLE)
@@ -68,7 +68,7 @@ def read_index(directory: Path) -> dict[str, TensorEntry]:
         files = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{index} is damaged ({type(error).__name__}); fetch the backbone again") from error
-    if any(Path(file).name != file for file in files):  # a name beside the index, never a way out of the folder
+    if any(Path(file).name != file for file in files):  # only names in the same directory, never a path out of it
         raise UserError(f"{index} names a file that is not beside it; fetch the backbone again")
     missing = [file for file in files if not (directory / file).is_file()]
     if missing:

@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint belongs to which tensor of a model, by transformers' own renaming rules.
+"""Match the tensors of a checkpoint with those of a model, by transformers' own renaming rules.
 
 transformers renames between a checkpoint and its modules (ViT), adds or drops the base model's prefix (GPT-2 from the
-hub), ties weights of which the files have only one, and converts (experts that are stacked). The result here is what
-`from_pretrained` would do, decided from names and shapes alone.
+hub), ties weights that the files hold only once, and converts (stacked experts). The result equals that of
+`from_pretrained`, derived from names and shapes alone.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ if TYPE_CHECKING:
 _WRAPPER = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 _PART = re.compile(r"^part\d+\.")
 _BASE_LAYER = re.compile(r"\.base_layer(?!\.lora_)")
-# not where PEFT nests adapters of stacked experts: `experts.base_layer.lora_A` beside `experts.lora_A`
+# the lookahead keeps PEFT's nesting for stacked experts: `experts.base_layer.lora_A` next to `experts.lora_A`
 
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint directory as seen by one model. Names are the model's before anything is wrapped or cut."""
+    """Checkpoint directory as seen by one model. Names are the model's before anything is wrapped or split."""
 
     directory: Path
     entries: dict[str, TensorEntry]
-    """The files' tensors, by the name that they have there."""
+    """Tensors of the files, by their name there."""
     keys: dict[str, str]
-    """Model name → name in the files, for all that can be read as it is; of tied weights every name."""
+    """Model name → name in the files, for every tensor that can be read as is; tied weights have an entry for every
+    name."""
     converted: tuple[str, ...]
-    """Model names whose tensors transformers makes out of several or parts of one; `from_pretrained` is needed."""
+    """Model names whose tensors transformers builds from several or from parts of one; these need `from_pretrained`."""
     missing: tuple[str, ...]
-    """Model names that the files lack."""
+    """Model names missing from the files."""
     mismatched: tuple[str, ...]
-    """Model names that the files have in another shape."""
+    """Model names with another shape in the files."""
     shapes: dict[str, tuple[int, ...]]
-    """Whole shape of every parameter and persistent buffer of the model."""
+    """Unsharded shape of every parameter and persistent buffer of the model."""
     model_class: type[PreTrainedModel]
     config: PretrainedConfig
     dtype: torch.dtype
 
     @classmethod
     def of(cls, model: PreTrainedModel, directory: Path) -> CheckpointFiles:
-        """Match the files of `directory` with `model`, plain and whole, on meta.
+        """Match the files of `directory` with `model`, unwrapped and unsharded, on meta.
 
-        A tie of weights that the files hold with different values is undone in `model`, as transformers does.
+        Weights that are tied in `model` but have different values in the files are untied, as in transformers.
 
         Raises:
             UserError: as `read_index`.
@@ -86,12 +87,12 @@ class CheckpointFiles:
 
 
 def _natural(key: str) -> list[tuple[int, int | str]]:
-    """Sorts `layers.10` behind `layers.9`, as transformers goes through a checkpoint."""
+    """Return a sort key that puts `layers.10` after `layers.9`, the order in which transformers reads a checkpoint."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in key.split(".")]
 
 
 def _match(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
-    """Model name → file name, and the model names for which a conversion is needed."""
+    """Return model name → file name, and the model names that need a conversion."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -107,7 +108,7 @@ def _match(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> t
         if name not in state and key in state:
             name, pattern = rename_source_key(key, [], [], prefix, state)
         if pattern is not None:
-            # one source may become several tensors; their names differ where the target patterns do
+            # one source may become several tensors, one name per target pattern
             made = {name.replace(targets[pattern][0], target) for target in targets[pattern]}
             converted |= made & state.keys()
         elif name in state:
@@ -116,8 +117,8 @@ def _match(model: PreTrainedModel, names: list[str], state: dict[str, Any]) -> t
 
 
 def expert_sources(model: PreTrainedModel, checkpoint: CheckpointFiles, name: str) -> list[list[str]]:
-    """The files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection that lies in
-    it, from above, the keys of its experts in order. Empty where it is made in any other way."""
+    """Return the files' keys of the parameter `name` (E, out, in) that transformers stacks: for each projection in it,
+    top to bottom, the keys of its experts in order. Empty if it is built in any other way."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
         Concatenate,
@@ -146,10 +147,11 @@ def expert_sources(model: PreTrainedModel, checkpoint: CheckpointFiles, name: st
 
 
 def read_weight(model: PreTrainedModel) -> Callable[[str], Tensor]:
-    """Reads a weight of a skeleton (`flatshift.finetune.models.meta.build_skeleton`) from its files, by its name in the
-    model.
+    """Return a function that reads a weight of a skeleton (`flatshift.finetune.models.meta.build_skeleton`) from its
+    files, by its name in the model.
 
-    Raises UserError, when it is called, for one that transformers makes of several otherwise than by stacking experts.
+    When called, it raises UserError for a tensor that transformers builds from several in a way other than stacking
+    experts.
     """
     from safetensors import safe_open
 
@@ -185,7 +187,7 @@ def _untie_different(model: PreTrainedModel, keys: dict[str, str], entries: dict
 
 
 def _equal(one: str, other: str, entries: dict[str, TensorEntry]) -> bool:
-    """Whether two tensors of the files have the same values, compared some rows at a time."""
+    """True if two tensors of the files have the same values, compared a few rows at a time."""
     from safetensors import safe_open
 
     a, b = entries[one], entries[other]
@@ -199,10 +201,10 @@ def _equal(one: str, other: str, entries: dict[str, TensorEntry]) -> bool:
 
 
 def canonical(name: str) -> str:
-    """A parameter's or module's name as in the backbone, whatever wraps it.
+    """Return a parameter's or module's name as in the backbone, without the parts added by wrappers.
 
-    PEFT's prefix, adapter name, `base_layer` and `modules_to_save`, checkpoint wrappers and a pipeline's `part0.` go:
-    `part1.base_model.model.model.layers.3.q_proj.base_layer.weight` → `model.layers.3.q_proj.weight`.
+    Removes PEFT's prefix, adapter name, `base_layer` and `modules_to_save`, checkpoint wrappers and a pipeline's
+    `part0.`: `part1.base_model.model.model.layers.3.q_proj.base_layer.weight` → `model.layers.3.q_proj.weight`.
     """
     name = _WRAPPER.sub("", _PART.sub("", name))
     name = _BASE_LAYER.sub("", name.removeprefix("base_model.model."))

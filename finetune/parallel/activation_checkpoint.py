@@ -1,9 +1,9 @@
-"""Activation checkpointing: what backward recomputes instead of keeping it.
+"""Activation checkpointing: backward recomputes activations instead of storing them.
 
 A module's `forward` is replaced on the instance by one that runs it under torch's non-reentrant checkpoint. Names and
-module tree stay as they are. Hooks stay outside, those of submodules inside: FSDP2 gathers a block's weights before
-backward recomputes it, the collectives within a block run again on every rank in the same order, and regularizers that
-swap a layer's forward are recomputed with it.
+module tree are unchanged. The module's own hooks stay outside, those of its submodules inside: FSDP2 gathers a block's
+weights before backward recomputes it, the collectives within a block run again on every rank in the same order, and
+regularizers that swap a layer's forward are recomputed with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENABLED = {
     SDPBackend.MATH: torch.backends.cuda.math_sdp_enabled,
     SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.cudnn_sdp_enabled,
 }
-"""Flags that hold on every device."""
+"""Flags of the attention kernels; they apply to every device."""
 
 
 def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", "full"]) -> int:
@@ -40,7 +40,7 @@ def checkpoint_activations(model: nn.Module, mode: Literal["none", "selective", 
         The number of modules that are recomputed.
 
     Raises:
-        UserError: `selective` where no block has an attention module that can be told by its name.
+        UserError: `selective` if no block has an attention module that is recognised by its name.
     """
     if mode == "none":
         return 0
@@ -60,10 +60,10 @@ def _recompute(module: nn.Module) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if module.training and torch.is_grad_enabled():
-            # the second run would find the keys and values that the first one has put there
+            # no cache: the second run would find the keys and values that the first one stored
             kwargs |= {name: _NO_CACHE[name] for name in kwargs.keys() & _NO_CACHE.keys()}
-            # torch keeps the random state and the autocast of the device that it finds among the unnamed arguments:
-            # attention is called by names only, and on CUDA its dropout would be drawn anew in backward
+            # torch saves the random state and the autocast of the device that it finds among the positional arguments:
+            # attention gets keyword arguments only, so on CUDA its dropout would differ in backward
             named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
             rest = {name: value for name, value in kwargs.items() if name not in named}
 
@@ -71,7 +71,7 @@ def _recompute(module: nn.Module) -> None:
                 unnamed, tensors = given[: len(args)], given[len(args) :]
                 return plain(*unnamed, **dict(zip(named, tensors, strict=True)), **rest)
 
-            # and it is in backward, outside of what surrounds this one: torch remembers autocast, but not kernels
+            # backward runs outside of the current contexts: torch restores autocast, but not the attention kernels
             context = partial(_surroundings, _kernels(), recomputed())
             return checkpoint(run, *args, *(kwargs[n] for n in named), use_reentrant=False, context_fn=context)
         return plain(*args, **kwargs)
@@ -82,7 +82,8 @@ def _recompute(module: nn.Module) -> None:
 def _surroundings(
     kernels: list[SDPBackend], drawing: Callable[[], AbstractContextManager[Any]] | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What the first run and the one in backward happen in: the same kernels of attention, the same masks."""
+    """Return the contexts of the first run and of the recomputation: the same attention kernels, the same dropout
+    masks."""
     makers: list[Callable[[], AbstractContextManager[Any]]] = [] if drawing is None else [drawing]
     if len(kernels) < len(_ENABLED):
         makers.append(partial(sdpa_kernel, kernels))
@@ -90,7 +91,7 @@ def _surroundings(
 
 
 class _Again(AbstractContextManager[None]):
-    """Contexts that are for one use, made anew as often as backward goes through the same graph."""
+    """Re-enterable wrapper around single-use context managers: backward may go through the same graph several times."""
 
     def __init__(self, makers: list[Callable[[], AbstractContextManager[Any]]]) -> None:
         self._makers = makers
@@ -107,6 +108,6 @@ class _Again(AbstractContextManager[None]):
 
 
 def _kernels() -> list[SDPBackend]:
-    """Those that `scaled_dot_product_attention` may choose from here
+    """Return the kernels that `scaled_dot_product_attention` may choose from here
     (`flatshift.finetune.compute.numerics.attention`)."""
     return [kernel for kernel, enabled in _ENABLED.items() if enabled()]

@@ -1,10 +1,10 @@
-"""From a recipe's parts to an `Engine`: the order in which a model is built on a mesh.
+"""Construction of an `Engine` from a recipe's parts: the order in which a model is built on a mesh.
 
-    build on meta → PEFT on meta → refuse what cannot be cut → pipeline stage → tensor parallel → activation
-    checkpointing → FSDP2 → memory for the local shards → slices of the weight files → values of the adapter by name
+    build on meta → PEFT on meta → checks → pipeline stage → tensor parallel → activation checkpointing → FSDP2 →
+    memory for the local shards → slices of the weight files → values of the adapter by name
 
-PEFT comes before every cut, so an adapter lies in its block's unit and `modules_to_save` are cut like the rest; no
-weight is read before everything that can be refused has been; no rank ever has more than its own part.
+PEFT comes before every split, so an adapter belongs to its block's unit and `modules_to_save` are split like the rest;
+no weight is read before all checks have passed; no rank ever has more than its own part.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def build_engine(
     say: Callable[[str], None] = lambda line: None,
     beginning: InitialAdapter | None = None,
 ) -> Engine:
-    """The frozen `backbone` with a fresh adapter, laid out on `mesh`; collective.
+    """Return the engine of the frozen `backbone` with a fresh adapter on `mesh`; collective.
 
-    Commands settle `train.precision` before (`flatshift.finetune.compute.precision.choose`); `auto` that nobody has
-    settled is float32, as `load_backbone` takes it unasked.
+    Commands resolve `train.precision` before (`flatshift.finetune.compute.precision.choose`); an unresolved `auto` is
+    float32, the default of `load_backbone`.
 
     Args:
-        say: told what was loaded and how it was cut (every rank's own figures).
-        beginning: what the adapter begins with; for one process.
+        say: receives a line on the weights that were loaded (every rank's own numbers).
+        beginning: initial values of the adapter; for one process.
 
     Raises:
-        UserError: whatever of backbone, adapter and mesh does not go together, before a weight is read.
+        UserError: base model, adapter and mesh do not fit together; raised before a weight is read.
     """
     if train.precision == "auto":
         train = dataclasses.replace(train, precision="fp32")
@@ -96,9 +96,12 @@ def build_engine(
 
 
 def refuse_parameters(model: Any) -> None:
-    """Raise UserError where PEFT adapts whole parameters (`flatshift.finetune.adapters.settings`), which no mesh cuts;
-    where the backbone leaves out whole blocks by chance, of which each rank would leave out others; where
-    something is dropped of hidden states whose rows come second; or by a generator, of which each rank has its own."""
+    """Raise UserError for a model that no mesh supports.
+
+    These are: an adapter of whole parameters (`flatshift.finetune.adapters.settings`), which no mesh can split;
+    layerdrop in the base model, because each rank would drop other blocks; dropout of hidden states with tokens before
+    rows; and dropout by a generator, because each rank has its own.
+    """
     for _, key, rate in dropout_rates(model.get_base_model().config):
         if "layerdrop" in key and rate > 0:
             raise UserError(
@@ -127,9 +130,11 @@ def refuse_parameters(model: Any) -> None:
 
 
 def _quantised_on_mesh(model: Any, *, train: Train, mesh: Mesh, world: ProcessMesh) -> Engine:
-    """Every rank reads and quantises the whole backbone, in a quarter or half of its bytes in bf16, and keeps its
-    shard: blocks of packed values do not follow the rows by which files are read, and double quantisation needs all
-    scales of a weight."""
+    """Return the engine of a quantised base model, which every rank reads and quantises whole before keeping its shard.
+
+    This takes a quarter or half of its bytes in bf16: blocks of packed values do not follow the rows by which files are
+    read, and double quantisation needs all scales of a weight.
+    """
     from .context import ContextParallel, check_context
     from .fsdp import shard
 
@@ -210,7 +215,7 @@ def _on_mesh(
 def _initialise(
     engine: Engine, shapes: dict[str, torch.Size], unread: Sequence[str], *, seed: int, deviation: float
 ) -> None:
-    """Give every parameter that no file has its value by name: adapters, new heads and PEFT's frozen copy of them."""
+    """Initialise by name every parameter that no file has: adapters, new heads and PEFT's frozen copy of them."""
     from .layout import put
 
     parameters = dict(engine.model.named_parameters())
@@ -227,7 +232,7 @@ def _initialise(
 
 @torch.no_grad()
 def _set_magnitudes(engine: Engine, parameters: dict[str, torch.nn.Parameter]) -> None:
-    """DoRA starts at the row norms of the backbone, gathered one layer at a time."""
+    """Set DoRA's magnitudes to the row norms of the base model, gathered one layer at a time."""
     from .layout import put, whole
 
     for name, module in engine.model.named_modules():

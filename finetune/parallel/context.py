@@ -1,12 +1,12 @@
 """Context parallelism: a rank of the axis `cp` holds some tokens of every row, and attention gathers keys and values.
 
-A row of T tokens is cut into 2·cp runs; rank i holds run i and run 2·cp − 1 − i. Queries stay where they are, the keys
-and values of all tokens are gathered in each attention layer, and their gradients are summed back (as Llama 3 was
-trained, 2407.21783 §3.3.2). A run sees no key behind its last token, so none is multiplied; an early and a late run
-together make every rank's work the same: (2·cp + 1)/(4·cp²) of T². Against a ring of partial softmaxes, masks stay
-exact and are transformers' own: padding, packed samples and sliding windows.
+A row of T tokens is split into 2·cp runs; rank i holds run i and run 2·cp − 1 − i. Queries stay local, the keys and
+values of all tokens are gathered in each attention layer, and their gradients are summed back (as Llama 3 was trained,
+2407.21783 §3.3.2). A run needs no key after its last token, so none is multiplied; an early and a late run together
+balance the work of the ranks: (2·cp + 1)/(4·cp²) of T². Unlike a ring of partial softmaxes, masks stay exact and are
+transformers' own: padding, packed samples and sliding windows.
 
-What grows with T on a rank all the same: gathered keys and values, of one layer with `train.checkpointing`, of all
+Memory on a rank that still grows with T: gathered keys and values, of one layer with `train.checkpointing`, of all
 layers without it; and one (B, 1, T/cp, T) boolean mask for each kind of layer.
 
 The two functions of a `ContextParallel` are registered with transformers as an attention implementation. Outside of
@@ -37,10 +37,10 @@ _serial = itertools.count()
 
 
 def check_context(model: nn.Module) -> None:
-    """Refuse a backbone whose tokens cannot be split over `mesh.cp`; parameters may be on the meta device.
+    """Reject a base model whose tokens cannot be split over `mesh.cp`; parameters may be on the meta device.
 
     Raises:
-        UserError: its family is not known here, or its attention is not causal.
+        UserError: its family is unknown here, or its attention is not causal.
     """
     config, known = backbone_of(model).config, context_families()
     if config.model_type not in known:
@@ -56,34 +56,34 @@ class TokenPart:
     """This rank's tokens of a micro-batch."""
 
     inputs: dict[str, Tensor]
-    """(B, T/cp) each; but `attention_mask`, which says which of *all* tokens may be attended to, is (B, T)."""
+    """(B, T/cp) each; except `attention_mask`, which covers *all* tokens: (B, T)."""
     labels: Tensor
-    """(B, 1 + T/cp): behind one column that means nothing, the token that follows each of the inputs."""
+    """(B, 1 + T/cp): after one unused column, the token that follows each of the inputs."""
     positions: Tensor
     """(B, T) of all tokens within their samples."""
 
 
 class ContextParallel:
-    """This rank's tokens, and the attention that looks beyond them.
+    """This rank's tokens, and attention across the ranks' tokens.
 
         mine = context.take(batch)
         with context.reading(mine):
             loss = batch_loss(model, mine, task=task)
         loss.backward()
 
-    Attention modules gather in backward, too, where activation checkpointing runs them again.
+    Attention modules also gather in backward if activation checkpointing runs them again.
     """
 
     def __init__(self, world: ProcessMesh) -> None:
         self.rank, self.width, self.group = world.index("cp"), world.width("cp"), world.group("cp")
         self.multiple = 2 * self.width
-        """Rows have a multiple of so many tokens."""
+        """Rows have a multiple of this many tokens."""
         self._positions: Tensor | None = None
-        """(B, T) of the micro-batch that is in its forward pass; None outside."""
+        """(B, T) of the micro-batch in its forward pass; None outside."""
 
     def attach(self, model: nn.Module) -> None:
-        """Let the attention layers of `model` (PEFT around it or not, or a pipeline's stages) gather keys and values
-        for what is taken inside of `reading`."""
+        """Make the attention layers of `model` (with or without PEFT, or a pipeline's stages) gather keys and values
+        inside `reading`."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         from .pipeline.stage import StageModules
@@ -96,7 +96,7 @@ class ContextParallel:
             base.config._attn_implementation = name
 
     def indices(self, length: int, device: torch.device | str = "cpu") -> Tensor:
-        """Which tokens of a row of `length` this rank holds, int64 (length / cp,)."""
+        """Return the tokens of a row of `length` that this rank holds, int64 (length / cp,)."""
         assert length % self.multiple == 0, f"rows of {length} tokens are not a multiple of {self.multiple}"
         step = length // self.multiple
         return torch.cat([torch.arange(i * step, (i + 1) * step, device=device) for i in self._runs()])
@@ -105,31 +105,31 @@ class ContextParallel:
         return self.rank, self.multiple - 1 - self.rank
 
     def take(self, batch: Batch) -> TokenPart:
-        """This rank's tokens of `batch`."""
+        """Return this rank's tokens of `batch`."""
         ids, labels = batch.inputs["input_ids"], batch.labels
         mine = self.indices(ids.shape[1], ids.device)
         positions = batch.inputs.get("position_ids")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         inputs = {name: tensor[:, mine] for name, tensor in {**batch.inputs, "position_ids": positions}.items()}
-        # given in any case: without it transformers would look for samples in this rank's positions
+        # always given: without a mask transformers would search this rank's positions for samples
         inputs["attention_mask"] = batch.inputs.get("attention_mask", torch.ones_like(ids))
         following = F.pad(labels[:, 1:], (0, 1), value=IGNORED)[:, mine]
         return TokenPart(inputs, F.pad(following, (1, 0), value=IGNORED), positions)
 
     @contextlib.contextmanager
     def reading(self, part: TokenPart) -> Iterator[None]:
-        """Inside runs the forward pass of `part`; its backward pass may come later."""
+        """Surround the forward pass of `part`; its backward pass may come later."""
         self._positions = part.positions
         try:
             yield
         finally:
             self._positions = None
 
-    # ------------------------------------------------------------------ what transformers calls
+    # ------------------------------------------------------------------ functions for transformers
 
     def _mask(self, **how: Any) -> Tensor | None:
-        """transformers' mask function: which of all keys each query of this rank sees, bool (B, 1, T/cp, T)."""
+        """Mask function for transformers: the keys that each query of this rank sees, bool (B, 1, T/cp, T)."""
         if self._positions is None:
             from transformers.masking_utils import sdpa_mask
 
@@ -141,7 +141,7 @@ class ContextParallel:
         head = torch.zeros(1, dtype=torch.int64, device=device)[None, :, None, None]
         query = self.indices(length, device)[None, None, :, None]
         key = torch.arange(length, device=device)[None, None, None, :]
-        sample = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)  # positions start anew with each packed sample
+        sample = F.pad(positions.diff(dim=1) != 1, (1, 0)).cumsum(1)  # positions restart with each packed sample
         allowed = (sample[row, query] == sample[row, key]) & how["mask_function"](
             row, head, positions[row, query], positions[row, key]
         )
@@ -150,9 +150,9 @@ class ContextParallel:
     def _attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
     ) -> tuple[Tensor, None]:
-        """transformers' attention function: (B, H, T/cp, D) each → (B, T/cp, H, D).
+        """Attention function for transformers: (B, H, T/cp, D) each → (B, T/cp, H, D).
 
-        A mask over more keys than there are says that the others lie on other ranks; so it is in backward, too, where
+        A mask over more keys than given means that the others are on other ranks; this also holds in backward, when
         activation checkpointing calls this again.
         """
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -173,8 +173,9 @@ class ContextParallel:
         return torch.cat(outputs, dim=1), None
 
     def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """All tokens of `key` and `value` (B, H, T/cp, D) in order, in one collective."""
+        """Return `key` and `value` (B, H, T/cp, D) for all tokens in order, by one collective."""
         both = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], dim=-1)
         runs = borders.enter_tokens(both, self.group).chunk(self.multiple, dim=1)
+        # rank i sent runs i and 2·cp − 1 − i: first halves ascend with the rank, second halves descend
         both = torch.cat([*runs[0::2], *reversed(runs[1::2])], dim=1).transpose(1, 2)
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]

@@ -1,11 +1,11 @@
-"""A model laid out on a mesh, and the few verbs that a training loop needs of it.
+"""A model on a device mesh, with the operations that a training loop needs.
 
-    engine = Engine.alone(model)                                  # one process: nothing but the model
-    loss = engine.forward_backward(micros, count, ...)            # gradients of the whole update, summed over the mesh
+    engine = Engine.alone(model)                                  # one process: just the model
+    loss = engine.forward_backward(micros, count, ...)            # gradients of the whole step, summed over the mesh
     norm = engine.clip(1.0)                                       # the true global norm
-    tensors = engine.full_tensors(engine.parameters)                     # whole tensors, as a file holds them
+    tensors = engine.full_tensors(engine.parameters)              # full tensors, as stored in a file
 
-With one rank every verb is what a plain loop would do, operation by operation.
+With one rank every method does what a plain loop would do, operation by operation.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ if TYPE_CHECKING:
 
 
 Context = Callable[[int], contextlib.AbstractContextManager[Any]]
-"""What surrounds the forward pass of the i-th micro-batch: randomness and precision."""
+"""Context of the forward pass of the i-th micro-batch: randomness and precision."""
 
 
 class Engine:
-    """See the module's text. Made by `Engine.alone` or `flatshift.finetune.parallel.build.build_engine`."""
+    """A model on a mesh (see the module docstring).
+
+    Created by `Engine.alone` or `flatshift.finetune.parallel.build.build_engine`.
+    """
 
     def __init__(
         self,
@@ -67,14 +70,15 @@ class Engine:
         tokens: ContextParallel | None = None,
         multiple: int = 1,
     ) -> None:
-        """
+        """Wrap a model that is already parallelised.
+
         Args:
             model: the PEFT model, or under a pipeline the container of this rank's stages.
-            layout: the tensor-parallel cut.
-            sharding: what FSDP2 holds; None without it.
+            layout: tensor-parallel slices.
+            sharding: FSDP2's shards; None without it.
             runner: the pipeline; None without one.
-            tokens: what splits rows among the cp ranks; None without context parallelism.
-            multiple: rows come padded to a multiple of so many tokens.
+            tokens: splits rows among the cp ranks; None without context parallelism.
+            multiple: rows are padded to a multiple of this many tokens.
         """
         self.model, self.world, self.multiple = model, world, multiple
         self.layout = layout or TensorParallelLayout()
@@ -82,33 +86,33 @@ class Engine:
         self.parameters: dict[str, nn.Parameter] = trainable(model)
         """This rank's trained parameters (or its parts of them) by canonical name."""
         self.loss_scale = 1.0
-        """By how much the gradients of `forward_backward` are larger than true
+        """Factor by which the gradients of `forward_backward` exceed the true ones
         (`flatshift.finetune.train.loss_scale`)."""
         self.draws: Callable[..., DropoutPass] | None = None
-        """`KeyedDropout.during` at the update under way; None where nothing is dropped."""
+        """`KeyedDropout.during` of the current step; None without dropout."""
         self.beat: Callable[[], None] = lambda: None
-        """Called after every micro-batch: a sign of life for whoever watches the job."""
+        """Called after every micro-batch: a heartbeat for the watchdog."""
 
     @classmethod
     def alone(cls, model: nn.Module) -> Engine:
-        """One process with the whole model."""
+        """Return the engine of a single process with the whole model."""
         return cls(model, ProcessMesh.alone(next(model.parameters()).device))
 
-    # ------------------------------------------------------------------ where and what
+    # ------------------------------------------------------------------ position in the mesh
 
     @property
     def device(self) -> torch.device:
-        """Where batches go."""
+        """Device of the batches."""
         return self.world.device
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files."""
+        """True if this rank writes files."""
         return self.world.is_main
 
     @property
     def share(self) -> tuple[int, int]:
-        """(i, n): this rank takes the i-th of n equal runs of every micro-batch's rows."""
+        """(i, n): this rank takes the i-th of n equal parts of every micro-batch's rows."""
         return self.world.index(*DATA), self.world.width(*DATA)
 
     @property
@@ -117,7 +121,7 @@ class Engine:
         return self.world.index(*TOKENS), self.world.width(*TOKENS)
 
     def dropout(self, seed: int) -> KeyedDropout:
-        """What draws this rank's part of the masks that one process draws of `seed`."""
+        """Return the dropout that draws this rank's part of the masks that a single process draws from `seed`."""
         modules = {module: canonical(name) for name, module in self.model.named_modules()}
         tokens = self.tokens
         return KeyedDropout(
@@ -131,19 +135,19 @@ class Engine:
 
     @property
     def gradient_scale(self) -> float:
-        """By how much the loss is multiplied before backward, because FSDP2 averages gradients where a sum is meant."""
+        """Factor on the loss before backward, because FSDP2 averages gradients that must be summed."""
         return float(self.sharding.group) if self.sharding is not None else 1.0
 
     @property
     def placement(self) -> Any:
-        """What a regularizer must know of the mesh; None in one process."""
+        """Mesh information for a regularizer; None in one process."""
         if self.world.size == 1:
             return None
         return MeshPlacement(self.world, self.layout, self.parameters, gradient_scale=self.gradient_scale)
 
     @property
     def judged(self) -> Any:
-        """What evaluation calls as `model(**inputs).logits`: the model, or under a pipeline its stand-in."""
+        """Model for evaluation, called as `model(**inputs).logits`; under a pipeline its stand-in."""
         return self.model if self.runner is None else self.runner.stand_in
 
     @property
@@ -173,7 +177,8 @@ class Engine:
         return found
 
     def position_limit(self) -> int | None:
-        """Longest row, tokens, of a table of learned positions, whichever pipeline stage has it; None without one."""
+        """Return the longest row, in tokens, that learned positions allow, from any pipeline stage; None without such a
+        limit."""
         limit = position_limit(self.model)
         if self.world.width("pp") > 1:
             limits = [found for found in self._gather_objects(limit, "pp") if found is not None]
@@ -181,12 +186,12 @@ class Engine:
         return limit
 
     def usable(self, head: Head | None) -> Head | None:
-        """`head` where `judged` has it: a pipeline's stand-in gives logits only."""
+        """Return `head` for evaluation; None under a pipeline, whose stand-in gives logits only."""
         return head if self.runner is None else None
 
     def find_head(self, inputs: dict[str, Tensor], *, task: Task) -> Head | None:
-        """The head whose loss needs no logits (`flatshift.finetune.compute.loss.find_head`), agreed by all ranks that
-        share a stage."""
+        """Return the head whose loss needs no logits (`flatshift.finetune.compute.loss.find_head`), agreed by all ranks
+        that share a stage."""
         probe = head_probe(without_starts(inputs), multiple=self.multiple)
         if self.runner is not None:
             return self.runner.find_head(probe, task=task)
@@ -198,11 +203,11 @@ class Engine:
         return head
 
     def reshard(self) -> None:
-        """After forward passes without backward: free weights that FSDP2 still holds gathered."""
+        """Free weights that FSDP2 still holds gathered after forward passes without backward."""
         if self.sharding is not None:
             self.sharding.reshard()
 
-    # ------------------------------------------------------------------ one update
+    # ------------------------------------------------------------------ one step
 
     def reference_log_probs(
         self,
@@ -212,10 +217,11 @@ class Engine:
         head: Head | None,
         precision: Callable[[], contextlib.AbstractContextManager[Any]],
     ) -> list[PreferenceTargets | None]:
-        """What must be known of an update of a `task.has_reference` before its passes: of each of this rank's
-        micro-batches the reference and the drift of its answers (`flatshift.finetune.compute.loss.with_reference`).
+        """Return the reference and the drift of the answers in each of this rank's micro-batches, for a
+        `task.has_reference` (`flatshift.finetune.compute.loss.with_reference`).
 
-        Outside of a regularizer's step, so that the reference is the backbone as it is. Every rank calls this.
+        Call it before the passes of the step and outside of a regularizer's step, so that the reference is the
+        unperturbed base model. Every rank calls this.
         """
         on_device = [micro.to(self.device) for micro in micros]
         known = with_reference(
@@ -232,12 +238,13 @@ class Engine:
     def forward_backward(
         self, micros: Sequence[MicroBatch], count: int, *, task: Task, head: Head | None, context: Context
     ) -> Tensor:
-        """Gradients of Σ loss ÷ `count` over all micro-batches of the update and all ranks, times `loss_scale`; returns
-        that loss, not scaled.
+        """Compute the gradients of Σ loss ÷ `count` over all micro-batches of the step and all ranks, times
+        `loss_scale`; return that loss, unscaled.
 
         Args:
             micros: this rank's rows.
-            count: supervised tokens (examples) of the update, over all ranks.
+            count: target tokens (examples) of the step, over all ranks.
+
         Returns:
             float32 scalar on the device, the same on every rank.
         """
@@ -261,7 +268,7 @@ class Engine:
         return self.world.sum(total, *TOKENS)
 
     def _drawing(self, index: int, rows: int, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        """What draws the masks of the `index`-th micro-batch, of which a data rank has `rows` rows."""
+        """Return the dropout context of the `index`-th micro-batch, of which a data rank has `rows` rows."""
         if self.draws is None:
             return contextlib.nullcontext()
         place, ranks = self.share
@@ -269,7 +276,7 @@ class Engine:
         return self.draws(first=(index * ranks + place) * rows, rows=len(micro.labels), tokens=tokens)
 
     def _loss(self, micro: MicroBatch, *, task: Task, head: Head | None) -> Tensor:
-        """Summed over this rank's tokens of `micro`."""
+        """Return the loss summed over this rank's tokens of `micro`."""
         if self.tokens is None:
             return batch_loss(self.model, micro, task=task, head=head)
         part = self.tokens.take(micro)
@@ -277,8 +284,8 @@ class Engine:
             return batch_loss(self.model, part, task=task, head=head)
 
     def _reduce_gradients(self) -> None:
-        """Sum what no one has summed yet: over tp the gradients of factors that are whole there, over the data axes
-        those of parameters that FSDP2 does not hold. One flat collective each."""
+        """Sum the gradients that are not summed yet, by one flat collective each: over tp those of factors that are
+        whole there, over the data axes those of parameters that FSDP2 does not hold."""
         summands = [p for name, p in self.parameters.items() if name in self.layout.partial]
         self._all_reduce(summands, "tp")
         held = self.sharding.held if self.sharding is not None else frozenset()
@@ -300,16 +307,17 @@ class Engine:
 
     @torch.no_grad()
     def clip(self, bound: float | None) -> Tensor:
-        """Scale all gradients so that their global norm is at most `bound` (None: no bound); returns the norm before.
+        """Scale all gradients so that their global norm is at most `bound` (None: no bound); return the norm before.
 
-        The norm is that of the whole gradient: a part counts once, wherever it lies and however often it is repeated.
+        The norm is that of the whole gradient: each part counts once, on whichever device it is and however often
+        replicated.
         """
         limit = math.inf if bound is None else bound
         if self.world.size == 1:
             return nn.utils.clip_grad_norm_(self.parameters.values(), limit)
         held = self.sharding is not None and bool(self.sharding.held)
-        # squares of what is [whole or FSDP-sharded][whole or cut over tp], where they lie: offloaded shards have their
-        # gradients in host memory, where a number of the device cannot multiply
+        # squares by [whole or FSDP-sharded][whole or sliced over tp], per device: offloaded shards have their
+        # gradients in host memory, which a scalar on the device cannot multiply
         squares_at = {self.device: torch.zeros(2, 2, dtype=torch.float64, device=self.device)}
         grads = []
         for name, parameter in self.parameters.items():
@@ -333,11 +341,11 @@ class Engine:
                 grad.mul_(factors[grad.device].to(grad.dtype))
         return norm.float()
 
-    # ------------------------------------------------------------------ whole tensors
+    # ------------------------------------------------------------------ full tensors
 
     @torch.no_grad()
     def full_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU from local ones that are laid out like the parameters of these names.
+        """Return full tensors on the CPU from local ones that are sharded like the parameters of these names.
 
         Collective over all ranks; every rank gets all of them, of every pipeline stage.
         """
@@ -350,10 +358,10 @@ class Engine:
 
     @torch.no_grad()
     def load_full_tensors(self, wholes: Mapping[str, Tensor], tensors: Mapping[str, Tensor], *, where: str) -> None:
-        """Copy from whole tensors each one's local part; names and shapes must agree over the mesh.
+        """Copy this rank's part of each full tensor; names and shapes must agree over the mesh.
 
         Raises:
-            UserError: beginning with `where`: another set of names, another shape.
+            UserError: starting with `where`, if the names or a shape differ.
         """
         if self.world.size == 1:
             return copy_tensors(wholes, tensors, where=where)
@@ -374,7 +382,7 @@ class Engine:
         return None
 
     def union(self, items: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What every pipeline stage has, on the CPU; collective under a pipeline."""
+        """Return the tensors of all pipeline stages, on the CPU; collective under a pipeline."""
         if self.world.width("pp") == 1:
             return dict(items)
         host = {name: tensor.detach().cpu() for name, tensor in items.items()}
@@ -393,8 +401,7 @@ class Engine:
         self.world.wait()
 
     def load_adapter(self, directory: Path, *, partial: bool = False) -> None:
-        """Take over a saved adapter exactly (`flatshift.finetune.adapters.adapter.load_adapter`), each rank its
-        part."""
+        """Restore a saved adapter exactly (`flatshift.finetune.adapters.adapter.load_adapter`), each rank its part."""
         if self.world.size == 1:
             load_adapter(self.model, directory, partial=partial)
             return
@@ -406,12 +413,12 @@ class Engine:
 
     @property
     def peft(self) -> Any:
-        """A PEFT model that knows the adapter's configuration (any stage's)."""
+        """A PEFT model with the adapter's configuration (of any stage)."""
         return self.model if self.runner is None else self.runner.parts[0]
 
 
 class MeshPlacement:
-    """What `regularizers` may know of a `ProcessMesh` and a `Layout`."""
+    """View of a `ProcessMesh` and a `TensorParallelLayout` for `regularizers`."""
 
     def __init__(
         self,
@@ -421,7 +428,7 @@ class MeshPlacement:
         *,
         gradient_scale: float,
     ) -> None:
-        """`parameters`: this rank's trained ones by canonical name."""
+        """Create the view. `parameters`: this rank's trained ones by canonical name."""
         self._world, self._layout, self._parameters = world, layout, parameters
         self.gradient_scale = gradient_scale
 

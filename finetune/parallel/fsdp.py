@@ -1,8 +1,8 @@
-"""ZeRO by FSDP2: each block is a unit whose weights lie 1/N on each rank and are gathered while it computes.
+"""ZeRO by FSDP2: each block is a unit whose weights are sharded over N ranks and gathered while it computes.
 
-The units are the transformer blocks, the embedding and the head, and the rest of a model as its root. Adapters lie in
-their block's unit, so that they cost no collective of their own. Weights that several modules share stay in the root,
-the only unit that is gathered whenever any of them is used.
+The units are the transformer blocks, the embedding and the head, and the rest of a model as its root. Adapters belong
+to their block's unit, so that they need no separate collective. Weights shared by several modules stay in the root, the
+only unit that is gathered whenever any of them is used.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from ..models.weight_names import canonical
 from .layout import local
 from .mesh import ProcessMesh
 
-# A first dim that does not divide is still cut if it is this many times the ranks: the remainder is then negligible.
+# A first dim that does not divide is still sharded if it is this many times the ranks: the remainder is negligible.
 _LONG = 64
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """What FSDP2 holds of a model."""
+    """FSDP2's shards of a model."""
 
     units: tuple[FSDPModule, ...]
     held: frozenset[str]
     """Canonical names of the trainable parameters whose gradients FSDP2 reduces (the *mean* over `group` ranks)."""
     group: int
-    """Ranks over which those gradients are averaged; 1 where nothing is held."""
+    """Ranks over which those gradients are averaged; 1 if there are none."""
     whole_bytes: int
-    """Of all parameters, as if nothing were sharded (but cut by tp and pp)."""
+    """Bytes of all parameters without sharding (but sliced by tp and pp)."""
     sharded_bytes: int
-    """Of those among them that are sharded."""
+    """Bytes of the sharded ones among them."""
     local_bytes: int
-    """Of all parameters, on this rank."""
+    """Bytes of all parameters on this rank."""
     each: bool
-    """Whether gradients are reduced in every micro-batch (ZeRO-2)."""
+    """True if gradients are reduced in every micro-batch (ZeRO-2)."""
 
     def set_sync(self, *, last: bool) -> None:
-        """Before a micro-batch's backward: whether it is the update's last. Reduces then, or always for ZeRO-2."""
+        """Set gradient reduction for the next backward pass: in the step's last micro-batch, or always for ZeRO-2."""
         for unit in self.units:
             unit.set_requires_gradient_sync(last or self.each, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)
@@ -69,15 +69,15 @@ class Sharding:
 
 
 def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | None = None) -> Sharding:
-    """Shard `model` in place over dp (and cp), with copies along replicate; nothing is done where both are 1.
+    """Shard `model` in place over dp (and cp), with copies along replicate; a no-op if dp and cp are 1.
 
     Args:
         model: on meta or real; a module with the children `part0`, `part1`, … is sharded part by part.
-        reshard: whether a unit's weights are freed after its forward pass; by default `mesh.reshard`.
+        reshard: True to free a unit's weights after its forward pass; by default `mesh.reshard`.
 
     Raises:
         UserError: `mesh.offload` without CUDA; `mesh.adapters: replicate` with `mesh.zero` 1 or 2.
-        RuntimeError: FSDP2 left out something that was to be sharded.
+        RuntimeError: FSDP2 left something unsharded.
     """
     parameters = dict(model.named_parameters())
     if world.width("dp", "cp") == 1:
@@ -107,18 +107,19 @@ def shard(model: nn.Module, *, mesh: Mesh, world: ProcessMesh, reshard: bool | N
             expected += 1
         if capabilities(world.device).kind == "cuda":
             gather_ahead(in_order(root, units))
-        if hasattr(root, "generate"):  # it calls parts of the model, not the root whose weights it needs gathered
+        if hasattr(root, "generate"):  # it calls parts, not the root, whose weights it needs gathered
             register_fsdp_forward_method(root, "generate")
     return _report(model, expected=expected, ignored=ignored, whole=whole, world=world, each=mesh.zero == 2)
 
 
 def _roots(model: nn.Module) -> list[nn.Module]:
-    """The parts of a pipeline rank, each of which is called by itself, or the model."""
+    """Return the parts of a pipeline rank, each of which is called by itself, or the model."""
     return [child for name, child in model.named_children() if re.fullmatch(r"part\d+", name)] or [model]
 
 
 def _units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
-    """Blocks, embedding and head with something to shard that no module outside of them uses."""
+    """Return the blocks, embedding and head that have something to shard and share no weight with modules outside of
+    them."""
     owners = Counter(id(p) for module in root.modules() for p in module._parameters.values() if p is not None)
     units = []
     for module in [*blocks(root), *_ends(root)]:
@@ -130,17 +131,17 @@ def _units(root: nn.Module, ignored: set[nn.Parameter]) -> list[nn.Module]:
 
 
 def in_order(root: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """`units` as a forward pass calls them: the embedding, the blocks, the head."""
+    """Return `units` in the order of a forward pass: the embedding, the blocks, the head."""
     inside = set(blocks(root))
     head = {id(end) for end in _ends(root, "get_output_embeddings")}
     return sorted(units, key=lambda unit: 1 if unit in inside else 2 if id(unit) in head else 0)
 
 
 def gather_ahead(units: list[Any]) -> None:
-    """Let each unit ask for the next one's weights before it computes, forward and backward.
+    """Make each unit prefetch the next one's weights before it computes, forward and backward.
 
-    FSDP2 gathers on a stream of its own, and of itself begins a gather when the host reaches the unit; a host that is
-    slow to queue short kernels then leaves the device waiting. One more unit is held whole meanwhile.
+    FSDP2 gathers on its own stream, but by default starts a gather when the host reaches the unit; if the host is slow
+    to queue short kernels, the device then waits. Prefetching keeps one more unit gathered.
     """
     for unit, after in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([after])
@@ -148,19 +149,19 @@ def gather_ahead(units: list[Any]) -> None:
 
 
 def _ends(root: nn.Module, *getters: str) -> list[nn.Module]:
-    """The input embedding and the output head (or what else `getters` give), where the model has them."""
+    """Return the input embedding and the output head (or the modules that `getters` return), if the model has them."""
     model = getattr(root, "get_base_model", lambda: root)()
     ends = []
     for getter in getters or ("get_input_embeddings", "get_output_embeddings"):
         try:
             ends.append(getattr(model, getter)())
-        except (AttributeError, NotImplementedError):  # a model without tokens, or whose embedding was cut away
+        except (AttributeError, NotImplementedError):  # a model without tokens, or a stage without the embedding
             continue
     return [end for end in ends if isinstance(end, nn.Module)]
 
 
 def _fsdp_mesh(world: ProcessMesh) -> DeviceMesh:
-    """One-dimensional over dp and cp, or with replicate as first dim (HSDP)."""
+    """Return the one-dimensional mesh over dp and cp, or with replicate as first dim (HSDP)."""
     inner = [axis for axis in ("dp", "cp") if world.width(axis) > 1]
     if world.width("replicate") == 1:
         return world.flat(*inner)
@@ -174,7 +175,8 @@ def _fsdp_mesh(world: ProcessMesh) -> DeviceMesh:
 
 def _placement(width: int) -> Any:
     def place(parameter: nn.Parameter) -> Shard | None:
-        """The first dim, unless it is short and does not divide and a later one does (A with r below the ranks)."""
+        """Shard the first dim, unless it is short and does not divide and a later one does (A with r below the
+        ranks)."""
         if parameter.ndim == 0 or parameter.shape[0] % width == 0 or parameter.shape[0] >= _LONG * width:
             return None
         return next((Shard(dim) for dim, size in enumerate(parameter.shape) if size and size % width == 0), None)
@@ -183,7 +185,7 @@ def _placement(width: int) -> Any:
 
 
 def _policy(parameters: Any) -> MixedPrecisionPolicy:
-    """Gradients are summed in float32 whatever they are kept in; weights are computed with as they are."""
+    """Return the policy: gradients are reduced in float32 in any case; weights are used in their own dtype."""
     narrow = any(p.requires_grad and p.dtype != torch.float32 for p in parameters)
     return MixedPrecisionPolicy(reduce_dtype=torch.float32) if narrow else MixedPrecisionPolicy()
 

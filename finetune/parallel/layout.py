@@ -1,10 +1,10 @@
-"""Which part of each tensor this rank holds, and the way from the part to the whole and back, bit for bit.
+"""Parts of tensors on this rank, and exact conversion between parts and full tensors.
 
-Tensor parallelism replaces parameters by plain local tensors (no DTensor): a layer then computes on what it has, and
-the collectives sit at the borders of its region. What was cut out of the whole is written down here, by canonical
-parameter name, for loading, saving, gradient norms and regularizers. FSDP2 shards the local tensors afterwards as if
-they were whole, along its own mesh axes: the local part is the tensor-parallel `Slice` first and FSDP2's chunk (a
-DTensor's placements) of that slice second. What holds for a parameter holds for its gradient and its optimizer moments.
+Tensor parallelism replaces parameters by plain local tensors (no DTensor): a layer then computes on its part, and the
+collectives are at the borders of its region. The slices are recorded here, by canonical parameter name, for loading,
+saving, gradient norms and regularizers. FSDP2 then shards the local tensors as if they were whole, along its own mesh
+axes: the local part is the tensor-parallel `Slice` first and FSDP2's chunk (a DTensor's placements) of that slice
+second. The same applies to a parameter's gradient and its optimizer moments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slice:
-    """The indices along `dim` that this rank holds of a tensor whose `dim` has `size` entries in all."""
+    """Indices along `dim` that this rank holds of a tensor whose `dim` has `size` entries in all."""
 
     dim: int
     size: int
@@ -35,36 +35,37 @@ class Slice:
 
     @classmethod
     def even(cls, dim: int, size: int, *, rank: int, width: int, fused: int = 1) -> Slice:
-        """The `rank`-th of `width` equal parts of each of `fused` equal blocks along `dim`."""
+        """Return the `rank`-th of `width` equal parts of each of `fused` equal blocks along `dim`."""
         assert size % (width * fused) == 0, (size, width, fused)
         block, part = size // fused, size // fused // width
         return cls(dim, size, tuple((b * block + rank * part, b * block + (rank + 1) * part) for b in range(fused)))
 
     def indices(self) -> Tensor:
-        """Global indices in local order, int64 (local size,)."""
+        """Return the global indices in local order, int64 (local size,)."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.runs])
 
     def take(self, whole: Tensor) -> Tensor:
-        """The local part of `whole`."""
+        """Return the local part of `whole`."""
         return torch.cat([whole.narrow(self.dim, start, stop - start) for start, stop in self.runs], dim=self.dim)
 
 
 @dataclass
 class TensorParallelLayout:
-    """The tensor-parallel cut of a model: empty without tensor parallelism."""
+    """Tensor-parallel slices of a model: empty without tensor parallelism."""
 
     slices: dict[str, Slice] = field(default_factory=dict)
-    """By canonical name, for every parameter of which this rank holds a part; the others are whole on every tp rank."""
+    """Slice by canonical name for every parameter of which this rank holds a part; the others are whole on every tp
+    rank."""
     partial: set[str] = field(default_factory=set)
-    """Trainable parameters that are whole on every tp rank but whose gradient is a summand there: the gradient is the
-    sum over tp (A of a column-parallel layer, B of a row-parallel one)."""
+    """Trainable parameters that are whole on every tp rank but whose gradient must be summed over tp (A of a
+    column-parallel layer, B of a row-parallel one)."""
 
     splits_tokens: bool = False
-    """Whether tp ranks have tokens of their own between the regions."""
+    """True if tp ranks have tokens of their own between the regions."""
 
     def first_features(self, modules: Iterable[str]) -> dict[str, int]:
-        """First global feature of what each of these dropout modules is given, where features are cut: before the
-        adapter of a row layer, and between the two layers of T5's feed-forward."""
+        """Return the first global feature of the input of each of these dropout modules, if features are sliced: before
+        the adapter of a row layer, and between the two layers of T5's feed-forward."""
         found = {}
         for name in modules:
             layer, _, what = name.rpartition(".")
@@ -75,7 +76,7 @@ class TensorParallelLayout:
         return found
 
     def shape(self, name: str, local: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-        """The whole shape of the parameter `name` whose tensor-parallel part has the shape `local`."""
+        """Return the full shape of the parameter `name` whose tensor-parallel part has the shape `local`."""
         shape = list(local)
         if name in self.slices:
             shape[self.slices[name].dim] = self.slices[name].size
@@ -88,13 +89,14 @@ _ALIGNED = 16
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of `tensor` in memory: writing to it writes to `tensor`."""
+    """Return this rank's part of `tensor`: writing to it writes to `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def held(like: Tensor, cut: Slice | None) -> list[Runs]:
-    """Per dim, the half-open runs of whole indices that the local part of parameter `like` consists of, in order."""
+    """Return per dim the half-open runs of global indices that the local part of parameter `like` consists of, in
+    order."""
     runs: list[Runs] = [((0, size),) for size in like.shape]
     if cut is not None:
         runs[cut.dim] = cut.runs
@@ -106,7 +108,7 @@ def held(like: Tensor, cut: Slice | None) -> list[Runs]:
 
 
 def _sharded(tensor: DTensor) -> list[tuple[int, int]]:
-    """Pairs of mesh dim and tensor dim along which `tensor` is sharded."""
+    """Return pairs of mesh dim and tensor dim along which `tensor` is sharded."""
     pairs = [(i, p.dim) for i, p in enumerate(tensor.placements) if isinstance(p, Shard)]
     assert len({dim for _, dim in pairs}) == len(pairs), tensor.placements
     return pairs
@@ -117,13 +119,14 @@ def _width(tensor: DTensor, mesh_dim: int) -> int:
 
 
 def _chunk(size: int, rank: int, width: int) -> tuple[int, int]:
-    """The indices of `size` that a `Shard` gives to `rank`: chunks of ⌈size / width⌉, the last ones short or empty."""
+    """Return the indices of `size` that a `Shard` gives to `rank`: chunks of ⌈size / width⌉, the last ones short or
+    empty."""
     step = -(-size // width)
     return min(rank * step, size), min((rank + 1) * step, size)
 
 
 def _window(runs: Runs, start: int, stop: int) -> Runs:
-    """The indices number `start` to `stop` of those that `runs` lists one after another."""
+    """Return the indices number `start` to `stop` of the concatenated `runs`."""
     kept, offset = [], 0
     for first, last in runs:
         low, high = max(first, first + start - offset), min(last, first + stop - offset)
@@ -135,7 +138,7 @@ def _window(runs: Runs, start: int, stop: int) -> Runs:
 
 @torch.no_grad()
 def put(tensor: Tensor, whole: Tensor, cut: Slice | None = None, *, like: Tensor | None = None) -> None:
-    """Copy this rank's part of `whole` into `tensor`, a parameter or what belongs to the parameter `like`."""
+    """Copy this rank's part of `whole` into `tensor`, a parameter or a tensor sharded like the parameter `like`."""
     target = local(tensor)
     for dim, runs in enumerate(held(tensor if like is None else like, cut)):
         parts = [whole.narrow(dim, start, stop - start) for start, stop in runs] or [whole.narrow(dim, 0, 0)]
@@ -145,7 +148,7 @@ def put(tensor: Tensor, whole: Tensor, cut: Slice | None = None, *, like: Tensor
 
 
 def whole(tensor: Tensor, cut: Slice | None = None, *, world: ProcessMesh, like: Tensor | None = None) -> Tensor:
-    """The whole of one tensor on every rank (see `whole_all`)."""
+    """Return one full tensor on every rank (see `whole_all`)."""
     slices = {} if cut is None else {"it": cut}
     like = tensor if like is None else like
     return whole_all({"it": tensor}, like={"it": like}, layout=TensorParallelLayout(slices), world=world)["it"]
@@ -155,16 +158,16 @@ def whole(tensor: Tensor, cut: Slice | None = None, *, world: ProcessMesh, like:
 def whole_all(
     tensors: Mapping[str, Tensor], *, like: Mapping[str, Tensor], layout: TensorParallelLayout, world: ProcessMesh
 ) -> dict[str, Tensor]:
-    """Gather `tensors`, one collective for each axis along which any of them is cut.
+    """Gather `tensors`, by one collective for each axis along which any of them is sharded.
 
     Collective over the FSDP axis and over tp: every rank there calls it with the same names in the same order.
 
     Args:
         tensors: by canonical name: parameters, gradients or moments.
-        like: the parameter to which each of them belongs.
+        like: the parameter of each of them.
 
     Returns:
-        Whole tensors on `world.device`, the same on every rank. What is not cut is returned as it is, not copied.
+        Full tensors on `world.device`, the same on every rank. Unsharded tensors are returned as they are, not copied.
     """
     parts = {name: local(tensor).to(world.device) for name, tensor in tensors.items()}
     meshes: dict[tuple[DeviceMesh, int], dict[str, int]] = {}
@@ -188,7 +191,7 @@ def whole_all(
 
 
 def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:
-    """The shape of each rank's chunk."""
+    """Return the shape of each rank's chunk."""
     bounds = [_chunk(shape[dim], rank, width) for rank in range(width)]
     return [torch.Size([*shape[:dim], stop - start, *shape[dim + 1 :]]) for start, stop in bounds]
 
@@ -196,7 +199,7 @@ def _chunk_shapes(shape: torch.Size, dim: int, width: int) -> list[torch.Size]:
 def _gather(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, list[torch.Size]], group: dist.ProcessGroup, width: int
 ) -> dict[str, list[Tensor]]:
-    """Every rank's `tensors`, by name in rank order, through one all-gather of bytes."""
+    """Return every rank's `tensors`, by name in rank order, through one all-gather of bytes."""
     dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
     room = {name: -(-max(s.numel() for s in shapes[name]) * t.itemsize // _ALIGNED) for name, t in tensors.items()}
     device = next(iter(tensors.values())).device
@@ -221,7 +224,7 @@ def _gather(
 
 
 def _join(parts: list[Tensor], cut: Slice, rank: int) -> Tensor:
-    """The whole tensor of which each tensor-parallel rank has the part that `Slice.even` gives it."""
+    """Return the full tensor from the parts that `Slice.even` gives to the tensor-parallel ranks."""
     fused, dim = len(cut.runs), cut.dim
     slices = [Slice.even(dim, cut.size, rank=r, width=len(parts), fused=fused) for r in range(len(parts))]
     assert slices[rank] == cut, (slices[rank], cut)

@@ -1,6 +1,6 @@
-"""This process's place in the device mesh, and the sums over its axes.
+"""Position of this process in the device mesh, and sums over the mesh's axes.
 
-The mesh has all five axes always, in this order, absent ones of size 1:
+The mesh always has all five axes, in this order, unused ones of size 1:
 
     pp          pipeline stages, farthest apart: they exchange one activation per micro-batch
     replicate   whole copies (DDP; with dp: HSDP)
@@ -38,21 +38,22 @@ class ProcessMesh:
 
     device: torch.device
     mesh: DeviceMesh | None = None
-    """The five-axis mesh `AXES`; None in a single process."""
+    """Five-axis mesh `AXES`; None in a single process."""
     rank: int = 0
     size: int = 1
     _groups: dict[tuple[str, ...], Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> ProcessMesh:
-        """The world of one process."""
+        """Return the mesh of a single process."""
         return cls(torch.device(device))
 
     @classmethod
     def of(cls, mesh: Mesh, device: torch.device) -> ProcessMesh:
-        """The rank's place in `mesh`; the default process group exists and has as many ranks as the mesh.
+        """Return this rank's position in `mesh`; the default process group must exist and have as many ranks as the
+        mesh.
 
-        Collective: every rank calls it at once.
+        Collective: every rank calls it together.
 
         Raises:
             UserError: the axes do not multiply to the number of processes.
@@ -65,7 +66,7 @@ class ProcessMesh:
         return cls(device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), dist.get_rank(), size)
 
     def width(self, *axes: str) -> int:
-        """How many ranks there are along `axes` together."""
+        """Return the number of ranks along `axes` together."""
         if self.mesh is None:
             return 1
         sizes = dict(zip(AXES, self.mesh.shape, strict=True))
@@ -75,7 +76,7 @@ class ProcessMesh:
         return width
 
     def index(self, *axes: str) -> int:
-        """This rank's number along `axes`, the last of them counting fastest."""
+        """Return this rank's number along `axes`, the last of them counting fastest."""
         if self.mesh is None:
             return 0
         place = dict(zip(AXES, self.mesh.get_coordinate() or (), strict=True))
@@ -85,7 +86,8 @@ class ProcessMesh:
         return index
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The mesh of the ranks that differ from this one only along `axes` (in mesh order), with these axes as dims.
+        """Return the mesh of the ranks that differ from this one only along `axes` (in mesh order), with these axes as
+        dims.
 
         Its one-dimensional form over several axes is `flat`.
         """
@@ -93,26 +95,26 @@ class ProcessMesh:
         return self.mesh[axes if len(axes) > 1 else axes[0]]
 
     def flat(self, *axes: str) -> DeviceMesh:
-        """A one-dimensional mesh over `axes` together. Collective when first asked for."""
+        """Return a one-dimensional mesh over `axes` together. Collective at its first call."""
         assert self.mesh is not None
         axes = tuple(axis for axis in AXES if axis in axes)
-        if axes not in self._groups:  # cutting a mesh takes longer than many a collective
+        if axes not in self._groups:  # cached: slicing a mesh is slower than many a collective
             cut = self.mesh[axes if len(axes) > 1 else axes[0]]
             self._groups[axes] = cut._flatten("_".join(axes)) if len(axes) > 1 else cut
         return self._groups[axes]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """The process group over `axes` together. Collective when first asked for."""
+        """Return the process group over `axes` together. Collective at its first call."""
         return self.flat(*axes).get_group()
 
     def sum(self, tensor: Tensor, *axes: str) -> Tensor:
-        """Add up `tensor` over the ranks along `axes`, in place; free where there is one rank."""
+        """Sum `tensor` over the ranks along `axes`, in place; free for a single rank."""
         if self.width(*axes) > 1:
             dist.all_reduce(tensor, group=self.group(*axes))
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` holds on any rank (a signal reaches the ranks at different times)."""
+        """Return True if `flag` holds on any rank (a signal reaches the ranks at different times)."""
         if self.size == 1:
             return flag
         told = torch.tensor(float(flag), device=self.device)
@@ -120,12 +122,12 @@ class ProcessMesh:
         return bool(told.item())
 
     def wait(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         self.any(False)
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes files and speaks to the user."""
+        """True if this rank writes files and prints to the user."""
         return self.rank == 0
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Weights from safetensors files straight into what this rank holds of a model that was built on meta.
+"""Loading of weights from safetensors files directly into this rank's part of a model that was built on meta.
 
-No rank ever has a whole copy: of each tensor it reads the indices that its tensor-parallel slice and its FSDP2 chunk
-leave it, some rows at a time, and casts them on the way in. Where transformers has to convert tensors (stacked
-experts), rank 0 makes them with `from_pretrained` and every rank copies its part of each.
+No rank ever has a whole copy: of each tensor it reads the indices of its tensor-parallel slice and its FSDP2 chunk, a
+few rows at a time, and casts them while reading. If transformers has to convert tensors (stacked experts), rank 0
+creates them with `from_pretrained` and every rank copies its part of each.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from .layout import Runs, TensorParallelLayout, held, local, put
 from .mesh import ProcessMesh
 
 Progress = Callable[[int, int, float], None]
-"""Told (bytes read, bytes to read, bytes/s) about twice a second and at the end."""
-_PIECE = 8 << 20  # bytes of the file that are copied at once
-_OFTEN = 0.5  # seconds between two words of progress
+"""Called with (bytes read, bytes to read, bytes/s) about twice a second and at the end."""
+_PIECE = 8 << 20  # bytes of the file copied at once
+_OFTEN = 0.5  # seconds between two progress reports
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_weights` did on this rank."""
+    """Result of `load_weights` on this rank."""
 
     bytes: int
-    """Read from the files, in their dtypes."""
+    """Bytes read from the files, in their dtypes."""
     seconds: float
     unread: tuple[str, ...]
-    """Parameters of the model, by their full names, that no file has: adapters and new heads, still without values."""
+    """Full names of the model's parameters that no file has: adapters and new heads, still without values."""
 
 
 def materialize(model: nn.Module, device: torch.device | str, *, offload: bool = False) -> None:
-    """Give every tensor on meta uninitialised memory on `device`: of a DTensor the local shard only.
+    """Allocate every meta tensor uninitialised on `device`: of a DTensor only the local shard.
 
     Other tensors (buffers, which were real all along) move to `device` with their values. Shared parameters stay
     shared.
 
     Args:
-        offload: FSDP2's shards lie in host memory (`mesh.offload`), only the rest on `device`.
+        offload: keep FSDP2's shards in host memory (`mesh.offload`), only the rest on `device`.
     """
     shared = defaultdict(list)
     for module in model.modules():
@@ -61,7 +61,7 @@ def materialize(model: nn.Module, device: torch.device | str, *, offload: bool =
         place = "cpu" if offload and isinstance(tensor, DTensor) else device
         return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
 
-    model._apply(move)  # torch's own traversal, so that FSDP2 takes note of the new shards
+    model._apply(move)  # torch's own traversal, so that FSDP2 registers the new shards
     for (first, name), *others in shared.values():
         for module, other in others:
             module._parameters[other] = first._parameters[name]
@@ -76,7 +76,7 @@ def load_weights(
     world: ProcessMesh,
     say: Progress | None = None,
 ) -> Loaded:
-    """Fill the backbone's tensors in `model`: a whole model or a pipeline's part of it, wrapped by PEFT, cut, sharded.
+    """Fill the base model's tensors in `model`: a whole model or a pipeline's part of it, with PEFT, sliced, sharded.
 
     Collective if and only if `checkpoint.converted` is not empty: then every rank of the default group calls it once.
 
@@ -103,7 +103,8 @@ def load_weights(
 
 
 def _wanted(model: nn.Module, checkpoint: CheckpointFiles) -> tuple[list[tuple[str, Tensor]], list[str]]:
-    """The tensors to fill by canonical name (a name may come twice: a head and PEFT's copy of it), and the rest."""
+    """Return the tensors to fill by canonical name (a name may occur twice: a head and PEFT's copy of it), and the
+    rest."""
     new = {*checkpoint.missing, *checkpoint.mismatched} - set(checkpoint.keys)
     wanted: list[tuple[str, Tensor]] = []
     unread = []
@@ -148,7 +149,7 @@ def _read_file(
 
 
 def _pieces(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Slices of the file's tensor and of the local one that together cover it, each of at most `_PIECE` bytes."""
+    """Yield slices of the file's tensor and of the local one that together cover it, each of at most `_PIECE` bytes."""
     offsets = [list(itertools.accumulate((stop - start for start, stop in runs), initial=0)) for runs in held]
     for numbers in itertools.product(*(range(len(runs)) for runs in held)):
         box = [held[dim][number] for dim, number in enumerate(numbers)]
@@ -168,7 +169,7 @@ def _pieces(held: list[Runs], itemsize: int) -> Iterator[tuple[tuple[slice, ...]
 def _scatter_converted(
     tensors: list[tuple[str, Tensor]], checkpoint: CheckpointFiles, layout: TensorParallelLayout, world: ProcessMesh
 ) -> None:
-    """Rank 0 loads the model as transformers does; its converted tensors go round one by one."""
+    """Load the model with transformers on rank 0 and broadcast its converted tensors one by one."""
     state: dict[str, Tensor] = {}
     problem: list[str | None] = [None]
     if world.rank == 0:
@@ -206,7 +207,7 @@ def _broadcast(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype
 
 
 class _Watch:
-    """Counts bytes and says how it goes."""
+    """Counts bytes and reports progress."""
 
     def __init__(self, total: int, say: Progress | None) -> None:
         self.total, self.done = total, 0
@@ -221,7 +222,7 @@ class _Watch:
             self._say(self.done, self.total, self.done / (now - self._start))
 
     def finish(self) -> float:
-        """Say it a last time; returns the seconds since the start."""
+        """Report a last time; return the seconds since the start."""
         seconds = time.monotonic() - self._start
         if self._say is not None:
             self._say(self.done, self.total, self.done / max(seconds, 1e-9))

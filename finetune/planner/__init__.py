@@ -1,1 +1,1 @@
-"""What fits: memory by cause, an automatic mesh, the devices at hand, and what to change where it does not."""
+"""Planning: memory by cause, an automatic mesh, the available devices, and what to change if a run does not fit."""

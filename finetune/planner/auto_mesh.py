@@ -1,9 +1,9 @@
-"""`mesh.auto`: the axes for a backbone and the devices at hand, each with its reason and the numbers behind it.
+"""Choose mesh axes for a backbone and the available devices (`mesh.auto`), each with its reason and numbers.
 
-The search is that of `flatshift plan` (`flatshift.finetune.planner.layouts`): of the meshes that rules and sizes allow
-and that fit, the one whose update takes the least predicted time; of equally fast ones that with the fewest cuts,
-copies before shards before tensor parallelism before stages. Rows of an update and recomputation stay as the recipe has
-them. Nothing here imports torch.
+The search is that of `flatshift plan` (`flatshift.finetune.planner.layouts`): among the meshes that the rules and sizes
+allow and that fit, the one with the shortest predicted step; among equally fast ones that with the fewest cuts,
+preferring replicas to shards to tensor parallelism to pipeline stages. Examples per step and recomputation stay as in
+the recipe. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def resolve(
     node: int | None = None,
     devices: Devices | None = None,
 ) -> tuple[Mesh, list[str]]:
-    """`mesh` with `auto` settled, and a sentence for each decision. Axes that are set (not 1) stay as they are.
+    """Return `mesh` with `auto` resolved, and a sentence for each decision. Axes that are set (not 1) are kept.
 
     Args:
         backbone: directory with config.json and safetensors files, of which only headers are read.
-        batch_sizes: of further stages, whose rows the data ranks must divide as those of `train.batch_size`.
-        processes: ranks that a launcher has started; None: as many as are worth starting here.
-        node: ranks on one node, under a launcher; by default all.
-        devices: of one node; by default those of this machine.
+        batch_sizes: batch sizes of further stages, which the data ranks must divide too.
+        processes: ranks started by a launcher; None: as many as are worth starting here.
+        node: ranks per node, under a launcher; by default all.
+        devices: devices of one node; by default those of this machine.
 
     Raises:
-        UserError: no layout has so many ranks, naming what stands in the way.
+        UserError: no layout has this many ranks; the message has the reason.
     """
     if processes is not None and processes % mesh.size:
         raise UserError(
@@ -63,13 +63,14 @@ def resolve(
     sizes = Sizes.read(backbone, adapter).under(task)
     rows = math.gcd(train.batch_size, *batch_sizes)
     node = node or processes or devices.count
-    # the cores of one machine share its memory, so there only a limit on each process calls for shards
+    # the cores of one machine share its memory, so there only a limit per process calls for shards
     growing = ("dp",) if processes is None and devices.kind == "cpu" else ("replicate", "dp", "tp", "pp")
     free = [axis for axis in growing if getattr(mesh, axis) == 1]
     settings = RuleSettings(mesh, dataclasses.replace(train, batch_size=rows), adapter, task, regularizer=regularizer)
     totals = _totals(mesh, devices, processes)
     possible = [o for n in totals for o in options(mesh, n, free) if allowed(o, mesh, settings, sizes, node)]
     if not possible:
+        # a broken rule, if there is one, is the better message
         for ranks in totals:
             for option in options(mesh, ranks, free):
                 check_settings(dataclasses.replace(settings, mesh=option))
@@ -97,16 +98,16 @@ def resolve(
 
 
 def _totals(mesh: Mesh, devices: Devices, processes: int | None) -> list[int]:
-    """Numbers of ranks to look at."""
+    """Return the numbers of ranks to try."""
     if processes is not None:
         return [processes]
     return [ranks for ranks in range(mesh.size, max(devices.count, mesh.size) + 1) if ranks % mesh.size == 0]
 
 
 def _choose(layouts: Sequence[Layout], *, few: bool) -> Layout:
-    """The fastest that fits; else the one that is nearest to.
+    """Return the fastest layout that fits; else the one closest to fitting.
 
-    few: rather few ranks than many (cores of one machine share its memory, and one process uses all of them).
+    few: prefer few ranks (cores of one machine share its memory, and one process uses all of them).
     """
     fitting = [layout for layout in layouts if layout.fits]
     if few and fitting:
@@ -127,7 +128,7 @@ def _found(devices: Devices, processes: int | None, node: int) -> str:
 def _reasons(
     chosen: Layout, layouts: Sequence[Layout], *, given: Mesh, rows: int, devices: Devices | None
 ) -> Iterator[str]:
-    """devices: None under a launcher."""
+    """Yield the reasons for the chosen axes. devices: None under a launcher."""
     mesh = chosen.mesh
     same = [layout for layout in layouts if layout.mesh.size == mesh.size]
     if kept := [f"{axis} {getattr(given, axis)}" for axis in AXES if getattr(given, axis) > 1]:
@@ -155,7 +156,7 @@ def _reasons(
 
 
 def _why_not_less(chosen: Layout, layouts: Sequence[Layout], axis: str, rows: int) -> str:
-    """Why the best layout with fewer ranks along `axis`, if there is any, would not do."""
+    """Explain why the best layout with fewer ranks along `axis`, if there is any, was not chosen."""
     narrow = [layout for layout in layouts if getattr(layout.mesh, axis) < getattr(chosen.mesh, axis)]
     if not narrow:
         return f"{rows} rows of a micro-batch do not divide among so many data ranks"

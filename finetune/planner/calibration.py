@@ -1,11 +1,11 @@
-"""What this machine reaches of a device's rates, measured in a minute (`flatshift plan --calibrate`) and kept.
+"""Measure the rates this machine reaches, in a minute (`flatshift plan --calibrate`), and cache them.
 
-Three rates are timed: one large matrix product; a LoRA-adapted Llama block forward and backward, as the difference of
-models of three blocks and of one, whose time beyond its products is element-wise traffic; and, where there are two
-devices or more, an all-reduce among them. On a GPU also how long the host needs to start a kernel. What cannot be
-measured here (between nodes; between devices where there is one) stays as published. On a CPU fresh processes also
-tell what they hold beside the tensors of a step, which depends on the C library and on what oneDNN compiles. Reading
-what was kept imports no torch.
+Three rates are timed: one large matrix product; forward and backward of a LoRA-adapted Llama block, as the difference
+between models of three blocks and of one, whose time beyond its products is element-wise traffic; and, with two or more
+devices, an all-reduce among them. On a GPU also the host's time to launch a kernel. Rates that cannot be measured here
+(between nodes; between devices if there is only one) keep their published values. On a CPU, fresh processes also
+measure the memory held on top of the tensors of a step, which depends on the C library and on the code oneDNN compiles.
+Reading cached values imports no torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TURNS = 3
 
 @dataclass(frozen=True)
 class _Probe:
-    """Sizes that a kind of device is timed on."""
+    """Tensor sizes for timing one kind of device."""
 
     hidden: int
     tokens: int
@@ -43,17 +43,17 @@ class _Probe:
 
 @dataclass(frozen=True)
 class MemoryOverhead:
-    """What a process holds in resident memory, beside the tensors of its updates."""
+    """Resident memory of a process on top of the tensors of its steps."""
 
     libraries: int
-    """Bytes, before any model is there."""
+    """Bytes before any model is loaded."""
     least: int
-    """Bytes that come besides in any case: code that oneDNN compiles, and the allocator's own."""
+    """Further bytes in any case: code compiled by oneDNN, and the allocator's own data."""
     share: float
-    """Of the tensors, what the C library may keep of those that were given back, besides."""
+    """Fraction of the tensors' bytes that the C library may keep after they are freed."""
 
     def interval(self, tensors: float) -> tuple[float, float]:
-        """Least and most resident bytes of a process whose updates take so many bytes of tensors."""
+        """Return the least and most resident bytes of a process whose steps use `tensors` bytes of tensors."""
         return self.libraries + tensors, self.libraries + self.least + (1 + self.share) * tensors
 
 
@@ -61,7 +61,7 @@ _PROBES = {"cuda": _Probe(2048, 4096, 256 << 20), "cpu": _Probe(256, 256, 8 << 2
 
 
 def kept(row: str) -> Constants | None:
-    """What was measured here for a row of the table of devices; None: nothing that can be read."""
+    """Return the cached measurement for a row of the device table; None if there is none that can be read."""
     try:
         found = json.loads(_place(row).read_text(encoding="utf-8"))["constants"]
         constants = Constants(**found)
@@ -71,7 +71,7 @@ def kept(row: str) -> Constants | None:
 
 
 def kept_slack() -> MemoryOverhead | None:
-    """What processes on this machine's CPU were measured to hold besides; None: nothing that can be read."""
+    """Return the cached memory overhead of processes on this machine's CPU; None if there is none that can be read."""
     try:
         found = MemoryOverhead(**json.loads(_place("CPU").read_text(encoding="utf-8"))["slack"])
         return found if min(asdict(found).values()) >= 0 else None
@@ -80,10 +80,10 @@ def kept_slack() -> MemoryOverhead | None:
 
 
 def calibrate(row: str | None, kind: str, ranks: int) -> tuple[Constants, list[str]]:
-    """Measure, keep, and say what was measured.
+    """Measure and cache the rates; return them and the lines to print.
 
-    row: of the table of devices, what this machine has (`flatshift.finetune.planner.devices`); None: another one, whose
-    rates are told but not kept, since nothing says what share of what they are. ranks: devices, or cores.
+    row: this machine's device in the table (`flatshift.finetune.planner.devices`); None: another device, whose rates
+    are printed but not cached, as its data-sheet rates are unknown. ranks: devices, or cores.
     """
     device = CORE if kind == "cpu" else DEVICES.get(row or "")
     probe = _PROBES[kind]
@@ -147,14 +147,16 @@ def _place(row: str) -> Path:
 
 
 _HELD, _FEW_MANY = tuple(itertools.product(("fp32", "bf16"), ("none", "full"))), (2, 10)
-"""Precision and recomputation of the processes that tell what they hold, and the blocks of the two of each."""
+"""Precision and recomputation settings in which memory is measured, and the two numbers of blocks for each."""
 _HELD_PROBE, _WORDS = _Probe(256, 1024, 0), 20_000
 
 
 def process_slack() -> MemoryOverhead | None:
-    """Measured in fresh processes, two for each of `_HELD`; None where the kernel or the C library does not say.
+    """Measure the memory overhead in fresh processes, two for each setting in `_HELD`; None if the kernel or the C
+    library does not report memory.
 
-    What they hold beyond the tensors is a line through the two sizes; the largest share and the largest start count.
+    The memory beyond the tensors is fitted by a line through the two sizes; the largest slope and the largest intercept
+    count.
     """
     import torch
 
@@ -175,7 +177,7 @@ def process_slack() -> MemoryOverhead | None:
 
 
 def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks: int, folder: str) -> None:
-    """Write (bytes of libraries, of tensors at the worst moment, resident beyond both) of updates in this process."""
+    """Write (bytes of libraries, of tensors at the peak, resident beyond both) of training steps in this process."""
     import gc
 
     import torch
@@ -183,6 +185,7 @@ def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks:
     from ..compute.process_memory import handed_out, peaks_during, process_bytes
 
     torch.set_num_threads(1)
+    # a first small step, so that everything loaded on first use counts as libraries
     tiny = _model_step("cpu", _Probe(64, 32, 0), 1, precision)
     tiny()
     del tiny
@@ -203,7 +206,8 @@ def _hold(rank: int, precision: str, recompute: Literal["none", "full"], blocks:
 
 
 def _best(call: Callable[[], object], kind: str) -> float:
-    """Shortest of a few turns, seconds; on a CPU this thread's own, which others on a busy machine do not lengthen."""
+    """Return the shortest of a few runs in seconds; on a CPU in this thread's CPU time, which a busy machine does not
+    lengthen."""
     import torch
 
     clock = time.perf_counter if kind == "cuda" else time.thread_time
@@ -214,7 +218,7 @@ def _best(call: Callable[[], object], kind: str) -> float:
         if kind == "cuda":
             torch.cuda.synchronize()
         found.append(clock() - began)
-    return min(found[1:])
+    return min(found[1:])  # the first run is a warm-up
 
 
 def _product_rate(kind: str, probe: _Probe) -> float:
@@ -230,7 +234,8 @@ def _product_rate(kind: str, probe: _Probe) -> float:
 
 
 def _launch_seconds() -> float:
-    """Of the host for each of many small additions, which the device has done long before."""
+    """Return the host's time per kernel, from many small additions that the device finishes faster than they are
+    launched."""
     import torch
 
     value, many = torch.zeros(1, device="cuda"), 1000
@@ -259,8 +264,8 @@ def _model_step(
     *,
     words: int = 0,
 ) -> Callable[[], None]:
-    """Forward and backward through a random Llama with LoRA on every linear layer, as a step computes it; with so many
-    words to tell apart at the end, where there are any."""
+    """Build a forward and backward pass through a random Llama with LoRA on every linear layer, as in a training step;
+    with an output layer and cross-entropy over `words` words if that is above 0."""
     import peft
     import torch
     import transformers
@@ -306,7 +311,7 @@ def _model_step(
 
 
 def _link_rate(kind: str, ranks: int, probe: _Probe) -> float | None:
-    """Bytes/s in one direction that a rank of a ring sends in an all-reduce; None with one rank."""
+    """Return the bytes/s that a rank of a ring sends in one direction in an all-reduce; None with one rank."""
     if ranks < 2:
         return None
     import torch

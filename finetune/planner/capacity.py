@@ -1,12 +1,12 @@
-"""What an adapter could hold beside what its rows could ask of it, before step 1.
+"""Compare the information an adapter can store with that of its training labels, before step 1.
 
     Capacity.of(engine.parameters, rank=8, labels=batches.labels(steps), each=1.0, counted="tokens").line()
 
-The rule is that of "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025): a language model holds some 2 bits
-of knowledge a parameter (Allen-Zhu and Li, arXiv 2404.05405), a data set asks for at most its description length, about
-1 bit (0.69 nats) a supervised token, and LoRA learns as full fine-tuning does while the first exceeds the second. Of a
-class the description length is log2 of how many there are. It is what knowing every label by heart would take; what
-rows have in common takes less (`benchmarks.rate_advice` says how much the ratio predicts).
+The rule is that of "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025): a language model stores about 2
+bits of knowledge per parameter (Allen-Zhu and Li, arXiv 2404.05405), a data set asks for at most its description
+length, about 1 bit (0.69 nats) per target token, and LoRA learns like full fine-tuning while the first exceeds the
+second. For a class label the description length is log2 of the number of classes. This is the cost of memorising every
+label; patterns that examples share take less (`benchmarks.rate_advice` measures how well the ratio predicts).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ BITS_OF_TOKEN = 1.0
 
 
 def bits_each(task: Task, classes: int | None) -> float | None:
-    """Bits that knowing one label takes: of a token, of which answer is liked, of one class among `classes`, or of each
-    of them; None for a number, which has no such count."""
+    """Return the bits needed to memorise one label: of a token, of which answer is preferred, of one class among
+    `classes`, or one bit for each of them; None for a number, which has no such count."""
     if task.has_targets:
         return None
     if not task.is_sequence_level:
@@ -37,23 +37,23 @@ def bits_each(task: Task, classes: int | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """Two numbers of bits."""
+    """Bits an adapter can store and bits its labels need."""
 
     parameters: int
-    """All that trains."""
+    """Number of trained parameters."""
     factors: int
-    """Of these, numbers of LoRA's factors, which are as many times more as the rank is."""
+    """Number of these in LoRA factors, proportional to the rank."""
     rank: int
     labels: int
-    """Different supervised labels that the run sees."""
+    """Distinct training labels that the run sees."""
     each: float
-    """Bits of one."""
+    """Bits per label."""
     counted: str
-    """What labels are, for a reader."""
+    """Unit of `labels` for printing, such as "tokens"."""
 
     @classmethod
     def of(cls, parameters: Mapping[str, Tensor], *, rank: int, labels: int, each: float, counted: str) -> Self:
-        """Of what trains, whole tensors by name."""
+        """Build from the trained tensors (unsharded), by name."""
         sizes = {name: tensor.numel() for name, tensor in parameters.items()}
         factors = sum(size for name, size in sizes.items() if ".lora_" in name)
         return cls(
@@ -62,12 +62,12 @@ class Capacity:
 
     @property
     def ratio(self) -> float:
-        """Bits that the adapter could hold ÷ bits of the labels."""
+        """Return the bits that the adapter could store ÷ bits of the labels."""
         return BITS_OF_PARAMETER * self.parameters / (self.each * self.labels)
 
     @property
     def enough(self) -> int | None:
-        """The smallest rank at which the ratio is 1; None where no factor trains."""
+        """Return the smallest rank at which the ratio is 1; None if no LoRA factor trains."""
         if not self.factors:
             return None
         fixed = self.parameters - self.factors
@@ -75,7 +75,7 @@ class Capacity:
         return max(1, math.ceil(missing * self.rank / self.factors))
 
     def line(self) -> str:
-        """For a person, in one line."""
+        """Format both numbers in one line."""
         held, asked = BITS_OF_PARAMETER * self.parameters, self.each * self.labels
         said = (
             f"capacity: {self.parameters:,} trained numbers hold some {_bits(held)} ({BITS_OF_PARAMETER:g} each); to "
@@ -89,7 +89,7 @@ class Capacity:
 
 
 def _bits(count: float) -> str:
-    """As 12 kbit."""
+    """Format a number of bits, as `12 kbit`."""
     for unit in ("bit", "kbit", "Mbit"):
         if count < 1000:
             return f"{count:.3g} {unit}"

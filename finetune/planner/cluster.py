@@ -1,7 +1,6 @@
-"""Equal devices in equal nodes, as `flatshift plan` is told of them or as this machine has them; and the sizes of a
-backbone that need not be here: shapes come from the headers of weight files or, where there are none, from a model on
-meta that config.json describes.
-"""
+"""Clusters of equal devices in equal nodes, given to `flatshift plan` or found on this machine; and the sizes of a
+backbone that need not be downloaded: shapes come from the headers of weight files or, without these, from a model on
+the meta device built from config.json."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from .throughput import CORE, DEVICES, GB, PUBLISHED, Constants, Device
 
 _MOST_DEVICES = 1_000_000
 _NETWORK = 25.0
-"""GB/s of a device to other nodes, where nobody says."""
+"""GB/s of a device to other nodes, unless given."""
 _UNKNOWN = "A100-80"
-"""Whose rates rank the meshes of a device that is not in the table."""
+"""Device whose rates rank the meshes of a device that is not in the table."""
 _ROW = r"(?:(?P<count>\d+)\s*[x×*]\s*)?(?P<name>[A-Za-z0-9]+?(?:-\d+)?)(?:@(?P<memory>\d+(?:\.\d+)?))?"
-"""64xH100-80, A100-80, L4@22."""
+"""Matches 64xH100-80, A100-80, L4@22."""
 _MAKERS = ("", "meta-llama", "mistralai", "qwen")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
@@ -57,7 +56,7 @@ KNOWN: Mapping[str, Mapping[str, Any]] = {
         ("qwen2.5-72b", "qwen2", 8192, 29568, 80, 64, 8, 152064, False, 131072),
     )
 }
-"""Shapes of common models as their config.json has them, for a plan without a network."""
+"""Shapes of common models, copied from their config.json, for planning without a network."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +70,19 @@ class Cluster:
     network: float
     """Bytes/s of one device to other nodes."""
     room: int | None
-    """Bytes that a rank may count on; None: unknown."""
+    """Bytes available to a rank; None: unknown."""
     constants: Constants = PUBLISHED
-    """Which shares of the device's rates are reached."""
+    """Fractions of the device's data-sheet rates that are reached."""
     kind: str = "cuda"
 
     @classmethod
     def parse(
         cls, text: str, *, node: int | None = None, link: float | None = None, network: float | None = None
     ) -> Cluster:
-        """`64xH100-80`, `A100-80`, or `8xL4@22` for another memory in GB.
+        """Parse `64xH100-80`, `A100-80`, or `8xL4@22` for another memory in GB.
 
-        node: devices of one node, by default 8 or all of them. link, network: GB/s of a device inside and between
-        nodes.
-        Raises UserError for a device that is not known, and nodes that do not divide.
+        node: devices per node, by default 8 or all of them. link, network: GB/s of a device inside and between nodes.
+        Raises UserError for an unknown device, and if the devices do not divide into nodes.
         """
         found = re.fullmatch(_ROW, text.strip())
         names = {name.lower(): name for name in DEVICES}
@@ -114,7 +112,7 @@ class Cluster:
 
     @classmethod
     def at_hand(cls, devices: Devices, ranks: int, node: int) -> Cluster:
-        """`ranks` ranks, `node` of them on a machine with these devices."""
+        """Build from this machine's devices: `ranks` ranks, `node` of them per machine."""
         other, rates = ("CPU", CORE) if devices.kind == "cpu" else ("another device", DEVICES[_UNKNOWN])
         row = devices.row or other
         device, room = DEVICES.get(row, rates), devices.each(min(ranks, node))
@@ -126,10 +124,10 @@ class Cluster:
 
 
 def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
-    """The sizes of a backbone by name: a shape that is known here, a directory or config.json, or what any command
-    takes; of its weights only headers are read, and none need be there.
+    """Return the sizes of a backbone by name: a shape in `KNOWN`, a directory or config.json, or any name other
+    commands accept; of its weights only headers are read, and none need exist.
 
-    Raises UserError for a name that is nothing of these, and a config.json that lacks what is needed.
+    Raises UserError for a name that is none of these, and for a config.json that lacks required keys.
     """
     name = str(model)
     maker, _, last = name.lower().rpartition("/")
@@ -142,7 +140,7 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
             return Sizes.read(path, adapter)
         config = read_object(path / "config.json", fix="name a model's folder or its config.json")
         return _of_config(config, adapter, str(path))
-    if key in KNOWN and maker in _MAKERS:  # anybody else's model of that name may have another shape
+    if key in KNOWN and maker in _MAKERS:  # other makers' models of that name may have another shape
         return _of_config(dict(KNOWN[key]), adapter, name)
     if path.is_file():
         raise UserError(f"--model {name} is a file; name a directory with config.json, or that config.json")
@@ -157,7 +155,7 @@ def read_sizes(model: str | Path, adapter: Adapter) -> Sizes:
 
 
 def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
-    """Shapes of the model that a configuration describes, built on meta."""
+    """Return the shapes of the model that a configuration describes, built on the meta device."""
     import torch
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -182,7 +180,7 @@ def _of_config(config: dict[str, Any], adapter: Adapter, where: str) -> Sizes:
             if type(made) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
                 auto = transformers.AutoModel
             model = auto.from_config(made)
-    except StrictDataclassError as error:  # sizes that contradict each other, perhaps by a default
+    except StrictDataclassError as error:  # sizes that contradict each other, possibly through a default
         names = transformers.CONFIG_MAPPING[kind].attribute_map
         absent = [name for name in _NEEDED if not {name, names.get(name)} & config.keys()]
         hint = f"; it lacks {absent[0]}" if absent else ""

@@ -1,4 +1,4 @@
-"""What this machine has to compute on, found out without torch: its CUDA devices, or its cores and memory."""
+"""Devices of this machine, detected without torch: its CUDA devices, or its cores and memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .throughput import device_named
 
 _QUERY = ["nvidia-smi", "--query-gpu=index,uuid,memory.free,memory.total,name", "--format=csv,noheader,nounits"]
 _QUERY_SECONDS = 20.0
-# Of a device's free memory: what its context and the communication buffers take, and what the allocator loses.
+# Overhead on a device's free memory: its context and communication buffers, and the allocator's fragmentation.
 _CONTEXT_BYTES = int(1.5 * 2**30)
 _ALLOCATOR_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What the ranks on this machine can have."""
+    """Resources available to the ranks on this machine."""
 
     kind: Literal["cuda", "cpu"]
     count: int
@@ -31,12 +31,12 @@ class Devices:
     memory: int | None = None
     """Bytes: free on the fullest CUDA device, or available on this machine for all its processes; None: unknown."""
     limit: int | None = None
-    """Bytes that one process may take (a resource limit); None: as many as there are."""
+    """Bytes that one process may allocate (a resource limit); None: no limit."""
     row: str | None = None
-    """Of `flatshift.finetune.planner.throughput.DEVICES`; None: a device that is not in that table."""
+    """Row of `flatshift.finetune.planner.throughput.DEVICES`; None: a device that is not in that table."""
 
     def each(self, ranks: int) -> int | None:
-        """Bytes that one of `ranks` ranks on this machine may count on; None: unknown."""
+        """Return the bytes available to each of `ranks` ranks on this machine; None: unknown."""
         if self.kind == "cuda":
             return None if self.memory is None else int(_ALLOCATOR_SHARE * self.memory) - _CONTEXT_BYTES
         bounds = [bound for bound in (self.limit, self.memory and self.memory // ranks) if bound is not None]
@@ -44,7 +44,7 @@ class Devices:
 
 
 def at_hand(device: str = "auto") -> Devices:
-    """The devices that `train.device` means on this machine."""
+    """Return the devices that `train.device` selects on this machine."""
     if device != "cpu":
         free, row = _cuda_devices()
         if (name := device.removeprefix("cuda:")).isdecimal():
@@ -57,8 +57,8 @@ def at_hand(device: str = "auto") -> Devices:
 
 
 def _cuda_devices() -> tuple[list[int | None], str | None]:
-    """Free bytes of each CUDA device that a process here sees, in its order, None for one that cannot be asked; and
-    which row of the table the first of the machine is."""
+    """Return the free bytes of each CUDA device visible to this process, in its order, None for one that cannot be
+    queried; and the table row of the machine's first device."""
     if "+cpu" in importlib.metadata.version("torch"):
         return [], None
     try:
@@ -74,12 +74,14 @@ def _row(table: str) -> str | None:
 
 
 def visible(table: str, chosen: str | None) -> list[int | None]:
-    """Free bytes by device from nvidia-smi's `index, uuid, memory.free, …` in MiB, of those in CUDA_VISIBLE_DEVICES.
+    """Return the free bytes of the devices in CUDA_VISIBLE_DEVICES, from nvidia-smi's `index, uuid, memory.free, …` in
+    MiB.
 
-    A name that the table lacks (a slice of a device) counts with unknown memory; all after a negative one is hidden.
+    A name missing from the table (a slice of a device) counts with unknown memory; all after a negative one are hidden.
     """
     rows = [[cell.strip() for cell in line.split(",")][:3] for line in table.splitlines() if line.count(",") >= 2]
     free = {name: int(mib) << 20 if mib.isdigit() else None for *names, mib in rows for name in names}
+    # a name may be a unique prefix of a device's UUID, as in CUDA_VISIBLE_DEVICES itself
     if chosen is None:
         return [free[index] for index, _, _ in rows]
     found: list[int | None] = []
@@ -96,7 +98,7 @@ def _cores() -> int:
 
 
 def machine_memory() -> int | None:
-    """Bytes that this machine has, or its container may take, whoever holds them now; None: unknown."""
+    """Return the total bytes of this machine, or the limit of its container, including memory in use; None: unknown."""
     bounds = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         bounds.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -106,7 +108,7 @@ def machine_memory() -> int | None:
 
 
 def _machine_memory() -> int | None:
-    """Bytes that processes here can still take: of the machine, or of the container if that has less."""
+    """Return the bytes that processes here can still allocate: of the machine, or of the container if that has less."""
     bounds = []
     with contextlib.suppress(OSError, AttributeError):
         text = Path("/proc/meminfo").read_text(encoding="utf-8")

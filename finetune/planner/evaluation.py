@@ -1,8 +1,8 @@
-"""Memory and length of an evaluation in closed form, printed before step 1.
+"""Memory and duration of an evaluation in closed form, printed before step 1.
 
-Nothing is kept for a backward pass: the most is what one block makes of a batch of the longest rows, or the cache of
-keys and values and the logits of the last places where answers are written. Long is measured in updates, each of which
-computes about twice what reading its tokens does (the weights are frozen).
+Nothing is kept for a backward pass: the peak is one block's activations for a batch of the longest sequences, or, when
+answers are generated, the key-value cache and the logits of the last positions. The duration is measured in optimizer
+steps, each of which computes about twice as much as reading its tokens (the weights are frozen).
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 _PASSES = 2
-"""Readings that an update of as many tokens is worth."""
+"""Forward passes over as many tokens that cost as much as a step."""
 _FEWEST = 16
-"""Tokens of a pass below which it takes no less time: the weights are read all the same."""
+"""Tokens of a pass below which it takes no less time: reading the weights dominates."""
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Of all splits together."""
+    """Cost of evaluating all splits together."""
 
     read: int
-    """Tokens that go through the model at once with others of their row."""
+    """Tokens processed in parallel with others of their sequence."""
     written: int
-    """Tokens that are written one after the other, at most."""
+    """Tokens generated one after the other, at most."""
     memory: int
-    """Bytes beside weights and adapter."""
+    """Bytes on top of weights and adapter."""
     passes: float
-    """Its computation, in tokens read."""
+    """Computation, in tokens read."""
 
     def updates(self, tokens: float) -> float:
-        """Number of updates of so many `tokens` that take as long."""
+        """Return the number of optimizer steps of `tokens` tokens that take as long."""
         return self.passes / (_PASSES * max(tokens, 1))
 
     def line(self, rows: str, *, tokens: float, seconds: float | None) -> str:
-        """For a person. rows: which, as `dev 12, test 16`; tokens, seconds: of an update."""
+        """Format in one line. rows: description such as `dev 12, test 16`; tokens, seconds: of one optimizer step."""
         count = self.updates(tokens)
         word = f"{count:,.0f} updates" if count >= 1.5 else "an update" if count >= 0.5 else "a part of an update"
         took = "" if seconds is None else f" ({seconds * count:.3g} s)"
@@ -65,12 +65,13 @@ def evaluation_plan(
     classes: int = 0,
     device: str = "cuda",
 ) -> EvaluationPlan:
-    """Of `rows` rows that have `tokens` tokens in all, the longest `longest`; `batch_size` rows at once on this rank.
+    """Estimate the evaluation of `rows` examples with `tokens` tokens in total, the longest with `longest`;
+    `batch_size` examples at once on this rank.
 
-    classes: completions that are ranked for each row.
+    classes: completions ranked per example.
     """
     width, batch = WIDTHS[train.precision], min(batch_size, max(rows, 1))
-    kept = 2 * width * len(sizes.blocks) * sizes.groups * sizes.head  # keys and values of a token
+    kept = 2 * width * len(sizes.blocks) * sizes.groups * sizes.head  # keys and values per token
     writes = task.score == "generate"
     beams = (task.num_beams or 1) if writes else 1
     new = task.max_new_tokens if writes else 0

@@ -1,7 +1,7 @@
-"""What a rank of a mesh will hold in memory, in closed form: from config.json and the headers of the weight files.
+"""Memory of a rank of a mesh in closed form, from config.json and the headers of the weight files.
 
-Nothing is loaded and torch is not imported. What a run really holds is counted once its model is laid out
-(`flatshift.finetune.planner.memory`); this is for choosing the layout. The formulas are those of ZeRO
+Nothing is loaded and torch is not imported. The actual memory of a run is counted once its model is loaded
+(`flatshift.finetune.planner.memory`); this estimate serves to choose the mesh. The formulas are those of ZeRO
 (1910.02054), Megatron-LM (1909.08053) and Korthikanti et al. (2205.05198), for frozen weights.
 """
 
@@ -36,25 +36,26 @@ _ROUTED = ("num_experts_per_tok", "moe_k", "top_k")
 _EXPERT = re.compile(r"\.experts\.(?!.*router)")
 _ROUTER = re.compile(r"\.(gate|router)(\.[^.]+)?$")
 _OUTPUT = re.compile(r"^(lm_head|embed_out|output_projection|cls)\b")
-"""Outside of the blocks: what makes logits of words, which a model with a head of its own does not load."""
+"""Tensors outside the blocks that compute logits of words; a model with its own head does not load them."""
 _WIDE = {"gelu_new": 5, "gelu": 2, "relu": 2}
-"""By activation: tensors of the feed-forward's width that a block without a gate keeps, its result among them."""
+"""Number of feed-forward-wide tensors that a block without a gate keeps, by activation, its output included."""
 _LEARNED = re.compile(r"\b(wpe|position_embeddings?|embed_positions|positions_embed)\.weight$")
-_LONGEST_HEADER = 100_000_000  # bytes, the format's own limit
+_LONGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 _LOGITS_BYTES = 1 << 30
-"""What evaluation lets logits take (`flatshift.finetune.evaluate.perplexity`)."""
+"""Upper bound on the bytes of logits in evaluation (`flatshift.finetune.evaluate.perplexity`)."""
 _PACKED_BYTES = {"nf4": 0.5 + 4 / 64, "nf4-double": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
-"""Of a value of a quantised block, scales included."""
+"""Bytes per value of a quantised block, scales included."""
 _STATE_BYTES = 16
-"""Of an adapter parameter: weight, gradient, two moments, and the float32 master where the first two are bf16."""
+"""Bytes per adapter parameter: weight, gradient, two moments, and the float32 master if weight and gradient are
+bf16."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a backbone. Elements, not bytes."""
+    """Sizes of a backbone, in elements rather than bytes."""
 
     kind: str
-    """transformers' model type."""
+    """Model type of transformers."""
     hidden: int
     feed_forward: int
     heads: int
@@ -62,51 +63,51 @@ class Sizes:
     """Key-value heads."""
     vocabulary: int
     wide: int
-    """Tensors of the feed-forward's width that a block keeps for backward."""
+    """Feed-forward-wide tensors that a block keeps for backward."""
     blocks: tuple[int, ...]
     """Elements of each block."""
     ends: tuple[int, ...]
-    """Elements of each tensor outside of the blocks: embeddings, head, norms."""
+    """Elements of each tensor outside the blocks: embeddings, head, norms."""
     adapter: int
     """Elements of the adapter."""
     inputs: int
     """Input channels of all adapted layers of a block."""
     below: int
-    """Blocks under the lowest that is adapted."""
+    """Blocks below the lowest adapted one."""
     products: int = 0
-    """Elements of a block's matrices that a token meets."""
+    """Elements of the matrices in a block that one token is multiplied with."""
     experts: int = 0
-    """Of a block; 0: every token meets all weights."""
+    """Experts per block; 0: not a mixture of experts."""
     routed: int = 0
-    """Experts that a token is sent to."""
+    """Experts that a token is routed to."""
     expert_elements: int = 0
     """Elements of all experts of a block."""
     head: int = 0
     """Channels of an attention head."""
     normed: bool = False
-    """Whether queries and keys are normed by head (Qwen3)."""
+    """True if queries and keys are normalised per head (Qwen3)."""
     ranks: tuple[int, int] = (0, 0)
-    """Sum of the ranks of a block's adapted layers: in attention, elsewhere."""
+    """Sum of the ranks of a block's adapted layers: (attention, other)."""
     trained: tuple[int, int] = (0, 0)
-    """Elements of a block's adapters: in attention, elsewhere."""
+    """Elements of a block's adapters: (attention, other)."""
     positions: int | None = None
-    """Tokens of the longest row that the backbone was made for; None: it does not say."""
+    """Maximum sequence length the backbone supports, in tokens; None: not specified."""
     bounded: bool = False
-    """True if positions are a table, which has no row beyond those."""
+    """True if positions are a table, with no entries beyond `positions`."""
     layers: tuple[tuple[int, int], ...] = ()
-    """(rows, columns) of each adapted matrix."""
+    """Shape (rows, columns) of each adapted matrix."""
     outputs: int = 0
-    """Numbers that the output layer gives: of each word, or each class of a head."""
+    """Output width of the last layer: words, or classes of a head."""
     output: tuple[int, ...] = ()
-    """Elements of each tensor of `ends` that makes logits of words and is not the embedding itself."""
+    """Elements of each tensor of `ends` that computes logits of words and is not the embedding itself."""
     supervised: float = 1.0
-    """Share of the tokens that the loss reads."""
+    """Fraction of the tokens that contribute to the loss."""
     whole_rows: bool = False
-    """Whether a head judges rows, so that the loss reads one state of each and nobody makes logits of words."""
+    """True if a head scores whole sequences: the loss reads one state of each, and no logits of words are computed."""
 
     @classmethod
     def read(cls, directory: Path, adapter: Adapter) -> Sizes:
-        """The sizes of the backbone in `directory` under `adapter`.
+        """Read the sizes of the backbone in `directory` under `adapter`.
 
         Raises:
             UserError: config.json or the header of a weight file is missing or damaged.
@@ -121,7 +122,7 @@ class Sizes:
         adapter: Adapter,
         where: str = "the backbone",
     ) -> Sizes:
-        """The sizes of a backbone with this configuration and these tensors (name → shape)."""
+        """Return the sizes of a backbone with this configuration and these tensors (name → shape)."""
         blocks: dict[tuple[str | None, int], int] = {}
         ends, trained, inputs, multiplied, gated, adapted, normed = [], [0, 0], 0, 0, False, set(), False
         ranks, routed, layers, output = [0, 0], 0, [], []
@@ -132,7 +133,7 @@ class Sizes:
                 if _OUTPUT.match(name):
                     output.append(math.prod(shape))
                 continue
-            if len(shape) > 3:  # the causal masks that older GPT-2 files have
+            if len(shape) > 3:  # causal masks stored in older GPT-2 files
                 continue
             key = (place["stack"], int(place["number"]))
             blocks[key] = blocks.get(key, 0) + math.prod(shape)
@@ -186,9 +187,10 @@ class Sizes:
         )
 
     def under(self, task: Task, *, classes: int | None = None) -> Sizes:
-        """The same backbone as `task` opens it: with its own head, drawn anew and trained whole, instead of the words'.
+        """Return the sizes with the task's own head, newly initialised and trained in full, in place of the output
+        layer for words.
 
-        classes: numbers that this head gives; None: as many as the task names, and else two, or one target.
+        classes: outputs of the head; None: as many classes as the task names, else two, or one for a number.
         """
         if task.is_sequence_level:
             names = task.given_classes
@@ -204,32 +206,32 @@ class Sizes:
 
     @property
     def elements(self) -> int:
-        """Ψ, of the whole backbone."""
+        """Elements Ψ of the whole backbone."""
         return sum(self.blocks) + sum(self.ends)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the rank that has most, by cause, each with its title on a page."""
+    """Bytes on the fullest rank, by cause, each with its title on a page."""
 
     weights: int = field(metadata={"title": "frozen weights"})
-    """Its shard of the frozen backbone."""
+    """This rank's shard of the frozen backbone."""
     gathered: int = field(metadata={"title": "gathered weights"})
-    """Whole weights of the unit at work and the buffer that they are gathered in."""
+    """Gathered weights of the current unit and the buffer that they are gathered in."""
     adapter: int = field(metadata={"title": "adapter, gradients, optimizer"})
     """Adapter, gradients and optimizer state."""
     activations: int = field(metadata={"title": "activations kept for backward"})
     """Kept between forward and backward."""
     work: int = field(metadata={"title": "loss and backward pass at work"})
-    """What the loss, or a block's backward pass, needs besides while those are there."""
+    """Temporaries of the loss, or of a block's backward pass, on top of the activations."""
     logits: int = field(metadata={"title": "logits of an evaluation"})
-    """Of evaluation; training makes them in slices."""
+    """Logits of an evaluation; training computes them in slices."""
     regularizer: int = field(default=0, metadata={"title": "regularizer's noise and state"})
-    """Noise, momentum, a second adapter, dense gradients: whatever the regularizer holds."""
+    """State of the regularizer: noise, momentum, a second adapter or dense gradients."""
 
     @property
     def total(self) -> int:
-        """Activations and logits of an evaluation are not there at the same time."""
+        """Total bytes; activations and the logits of an evaluation never exist at the same time."""
         kept = self.weights + self.gathered + self.adapter + self.regularizer
         return kept + max(self.activations + self.work, self.logits)
 
@@ -253,14 +255,14 @@ def footprint(
     packed: bool = False,
     regularizer: RegularizerConfig | None = None,
 ) -> Footprint:
-    """What a rank of `mesh` holds.
+    """Return the memory of a rank of `mesh`.
 
     Args:
-        rows: of a micro-batch on one rank; by default its share of `train.batch_size`.
-        device: kind of device, which settles how many logits are made at once.
-        expert_parallel: data ranks that share out the experts of every block, and so never gather those of others.
-        packed: whether rows hold several samples, which a CPU keeps apart by a dense mask.
-        regularizer: what is held for it; None: nothing.
+        rows: sequences of a micro-batch on one rank; by default its share of `train.batch_size`.
+        device: kind of device, which sets how many logits are computed at once.
+        expert_parallel: data ranks that share the experts of every block, and so never gather those of others.
+        packed: True if rows hold several examples, which a CPU separates by a dense mask.
+        regularizer: the regularizer whose state is included; None: none.
     """
     width = WIDTHS[train.precision]
     stored = 2 if train.backbone_precision == "bf16" else width
@@ -284,7 +286,7 @@ def footprint(
         kept += int(mask_bytes(layers, train) * _in_flight(mesh, train, rows))
     state = _STATE_BYTES * backbone.adapter // (mesh.pp * held)
     work = work_bytes(backbone, mesh, adapter, train, rows, device)
-    if mesh.pp == 1 and train.accumulate == 1:  # gradients come while activations go
+    if mesh.pp == 1 and train.accumulate == 1:  # gradients grow while activations are freed
         work = max(0, work - state // 4)
     regularizer = regularizer or Plain()
     parts = mesh.tp * mesh.pp
@@ -300,7 +302,7 @@ def footprint(
     )
     casts = _casts(backbone, mesh, train)
     fused = isinstance(regularizer, GGPO | FlatLora) or (isinstance(regularizer, MGPO) and regularizer.form == "code")
-    if fused and not (adapter.dora or adapter.dropout):  # one product for noise and adapter, which keeps no copies
+    if fused and not (adapter.dora or adapter.dropout):  # one product computes noise and adapter, without copies
         casts = 0
     if isinstance(regularizer, BiLora) and train.precision != "fp32":
         casts += 2 * regularizer.rank * sum(map(sum, backbone.layers)) // parts
@@ -316,15 +318,15 @@ def footprint(
 
 
 def mask_bytes(layers: int, train: Train) -> int:
-    """Of the dense masks of one packed row on a CPU: which tokens see which, and for each of so many layers what is
-    added to its scores (`flatshift.finetune.compute.attention`). Of recomputed attention one layer's is there at a
-    time."""
+    """Return the bytes of the dense masks of one packed row on a CPU: the token-by-token mask, and for each of `layers`
+    layers the bias added to its scores (`flatshift.finetune.compute.attention`). With recomputed attention only one
+    layer's exists at a time."""
     kept = layers if train.checkpointing == "none" else 1
     return train.max_length**2 * (1 + kept * WIDTHS[train.precision])
 
 
 def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
-    """Bytes that the blocks of one rank keep for backward of one row."""
+    """Return the bytes that the blocks of one rank keep for the backward pass of one sequence."""
     block = _block(backbone, mesh, adapter, train)
     layers = math.ceil(len(backbone.blocks) / mesh.pp)
     between = WIDTHS[train.precision] / (mesh.tp if mesh.sequence_parallel else 1)  # a recomputed block's input
@@ -333,13 +335,13 @@ def _activations(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) ->
 
 
 def _block(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float:
-    """Bytes that a block keeps for backward, in units of T·D.
+    """Return the bytes that a block keeps for backward, in units of T·D.
 
-    Two norms' inputs in float32; query, key, value (of groups, which a kernel without a mask does not repeat) and the
-    attention's result, and inputs of their norms in float32; of the feed-forward what its activation needs and its
-    result; the inputs of the adapters, and what comes out of their A; the sums of softmax and norms. Within 0.5 % of
+    Inputs of two norms in float32; query, key, value (per group, which a kernel without a mask does not repeat) and the
+    attention's output, and inputs of their norms in float32; the tensors that the feed-forward's activation needs and
+    its output; the inputs of the adapters and the outputs of their A; the sums of softmax and norms. Within 0.5 % of
     what autograd keeps for Llama, Qwen2 and Qwen3 blocks with all linear layers adapted
-    (tests/unit/test_plan_trace.py); with fewer it is too much.
+    (tests/unit/test_plan_trace.py); with fewer adapted layers an overestimate.
     """
     hidden, heads, attends = backbone.hidden, backbone.heads, train.checkpointing != "selective"
     width = WIDTHS[train.precision]
@@ -348,19 +350,19 @@ def _block(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train) -> float
     if attends:
         cut += (2 * width * (heads + backbone.groups) * backbone.head + 4 * heads) / hidden
         cut += 4 * (heads + backbone.groups) * (backbone.head + 1) / hidden if backbone.normed else 0
-    whole += 2 * width * backbone.routed  # tokens as experts get them, and what each gives back
+    whole += 2 * width * backbone.routed  # tokens as dispatched to experts, and the experts' outputs
     if adapter.dropout > 0:
         whole += (width + 1) * backbone.inputs / backbone.hidden
     return (whole + cut) / mesh.tp if mesh.sequence_parallel else whole + cut / mesh.tp
 
 
 def work_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows: int, device: str) -> int:
-    """Bytes at the worst of three moments, beyond what is kept by then.
+    """Return the bytes at the worst of three moments, beyond the activations kept by then.
 
-    The loss: a slice of logits in float32, and in fewer bits what it is made of; supervised states, their gradient and
-    the last norm's result (a head that judges rows reads one state of each, and has few logits). The last norm's
-    backward pass: its sums in float32 and three gradients of states. A block's: two gradients of the feed-forward's
-    width, or those of its norms. Where blocks are recomputed, one is kept by the last of these moments only.
+    The loss: a slice of logits in float32, and of its inputs in fewer bits; states of target tokens, their gradient and
+    the last norm's output (a head over whole sequences reads one state of each, and has few logits). The last norm's
+    backward pass: its sums in float32 and three gradients of states. A block's backward pass: two feed-forward-wide
+    gradients, or those of its norms. If blocks are recomputed, one is kept only by the last of these moments.
     """
     width = WIDTHS[train.precision]
     piece = rows if mesh.pp == 1 else math.ceil(rows / (mesh.microbatches or min(rows, 4 * mesh.pp)))
@@ -379,12 +381,13 @@ def work_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, rows
 
 
 def recomputed_bytes(backbone: Sizes, mesh: Mesh, adapter: Adapter, train: Train, tokens: int) -> int:
-    """Of the one block that `train.checkpointing: full` computes again, over so many tokens."""
+    """Return the bytes of the one block that `train.checkpointing: full` recomputes, over `tokens` tokens."""
     return int(_block(backbone, mesh, adapter, train) * tokens * backbone.hidden)
 
 
 def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:
-    """Bytes of the copies in fewer bits that autocast keeps of float32 adapters, once for all rows."""
+    """Return the bytes of the lower-precision copies that autocast keeps of float32 adapters, independent of the batch
+    size."""
     if train.precision == "fp32" or train.adapter_precision == "bf16":
         return 0
     attention, rest = backbone.trained
@@ -393,7 +396,7 @@ def _casts(backbone: Sizes, mesh: Mesh, train: Train) -> int:
 
 
 def _in_flight(mesh: Mesh, train: Train, rows: int) -> float:
-    """Rows whose activations a rank keeps at once."""
+    """Return the number of sequences whose activations a rank keeps at once."""
     if mesh.pp == 1:
         return rows
     if mesh.schedule == "gpipe":
@@ -404,7 +407,8 @@ def _in_flight(mesh: Mesh, train: Train, rows: int) -> float:
 
 
 def _feed_forward(config: Mapping[str, Any], hidden: int, routed: int) -> int:
-    """Channels between a block's two maps; of experts those of all that a token is sent to, and of shared ones."""
+    """Return the channels between a block's two feed-forward maps; with experts, of all that a token is routed to plus
+    the shared ones."""
     dense = _first(config, "intermediate_size", "n_inner", "d_ff", default=4 * hidden)
     if not routed:
         return dense
@@ -434,7 +438,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor name → shape, from the headers of all weight files."""
+    """Return tensor name → shape, from the headers of all weight files."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -448,7 +452,7 @@ def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
-    values = (config.get(name) for name in names)  # Gemma 3n has one for each layer: the largest
+    values = (config.get(name) for name in names)  # Gemma 3n lists one value per layer: take the largest
     numbers = (max(value) if isinstance(value, list) and value else value for value in values)
     found = next((number for number in numbers if isinstance(number, int) and number > 0), default)
     if found is None:

@@ -1,9 +1,8 @@
-"""Every mesh that rules and sizes allow, with its bytes and seconds by cause: what `flatshift plan` ranks for a cluster
-and `mesh.auto` for the devices at hand.
+"""Every mesh that the rules and sizes allow, with its bytes and seconds by cause: ranked by `flatshift plan` for a
+cluster and by `mesh.auto` for the available devices.
 
-Each is priced by `footprint` and `throughput`; `plan` also cuts the rows of an update into every number of
-micro-batches that divides them and recomputes as much as is best, where `mesh.auto` leaves both as the recipe has them.
-Imports nothing heavy.
+Each is priced by `footprint` and `throughput`. `plan` also tries every number of micro-batches that divides the
+examples of a step and every recomputation setting; `mesh.auto` keeps both as in the recipe. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -28,47 +27,46 @@ AXES = ("pp", "replicate", "dp", "cp", "tp")
 
 
 _RESERVED = (1.03, 1.10)
-"""The allocator's pool ÷ what is in use."""
+"""Memory reserved by the allocator ÷ memory in use, low and high."""
 _OUTSIDE = {"context": (0.5, 1.0), "nccl": (1.0, 2.0)}
-"""GiB that nvidia-smi counts besides: of a process's CUDA context, and of NCCL's buffers where there is more than one
-rank."""
+"""GiB that nvidia-smi counts on top: a process's CUDA context, and NCCL's buffers with more than one rank."""
 CAUSES = {f.name: f.metadata["title"] for kind in (Footprint, Seconds) for f in dataclasses.fields(kind)} | {
     "context": "CUDA context, at most",
     "nccl": "NCCL's buffers, at most",
 }
-"""Every cause of bytes or seconds that a layout has → its title on a page."""
+"""Every cause of bytes or seconds of a layout → its title on a page."""
 _RECOMPUTE = ("none", "selective", "full")
 _UNCOUNTED = ("train_whole", "soft_tokens", "experts", "bias")
-"""Of the adapter: what trains beside LoRA, or in its place."""
+"""Adapter settings not covered by the formulas: parameters trained in addition to LoRA, or instead of it."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One mesh with one way to cut its rows, priced."""
+    """One mesh with one way to split its examples, and its memory and time."""
 
     mesh: Mesh
     train: Train
     needs: Footprint
     time: Seconds
     flops: float
-    """Of the model in an update: 4 per frozen weight and token that it multiplies with, attention besides."""
+    """Model FLOPs of a step: 4 per frozen weight and token that it multiplies, plus attention."""
     cluster: Cluster
     expert_parallel: int = 1
-    """Data ranks that share out the experts of every block; training has no more than 1."""
+    """Data ranks that share the experts of every block; training supports only 1."""
 
     @property
     def room(self) -> int | None:
-        """Bytes that a rank may count on; None: unknown."""
+        """Bytes available to a rank; None: unknown."""
         return self.cluster.room
 
     @property
     def taken(self) -> float:
-        """Bytes of the rank that has most, on a CUDA device with the allocator's slack."""
+        """Bytes of the fullest rank; on a CUDA device with the allocator's overhead."""
         return self.needs.total * (_RESERVED[1] if self.cluster.kind == "cuda" else 1.0)
 
     @property
     def fits(self) -> bool:
-        """Whether the rank that has most has room."""
+        """True if the fullest rank has enough memory."""
         return self.room is None or self.taken <= self.room
 
     @property
@@ -78,35 +76,35 @@ class Layout:
 
     @property
     def order(self) -> tuple[bool, float]:
-        """Those that fit first, fastest first; then the nearest."""
+        """Sort key: layouts that fit first, by time; then the others, by excess memory."""
         return not self.fits, self.time.total if self.fits else self.needs.total / max(self.room or 1, 1)
 
     @property
     def tokens(self) -> int:
-        """Of an update."""
+        """Tokens of a step."""
         return self.train.batch_size * self.train.accumulate * self.train.max_length
 
     @property
     def mfu(self) -> float:
-        """Share of the devices' bf16 peak that the model's own FLOPs are."""
+        """Model FLOPs utilisation: fraction of the devices' bf16 peak."""
         return self.flops / (self.time.total * self.cluster.count * self.cluster.device.flops)
 
     @property
     def outside(self) -> dict[str, tuple[float, float]]:
-        """Least and most GiB that a device gives beside the allocator's pool, by cause; of a CPU none."""
+        """Least and most GiB that a device uses outside the allocator's pool, by cause; empty for a CPU."""
         if self.cluster.kind != "cuda":
             return {}
         return _OUTSIDE if self.mesh.size > 1 else {"context": _OUTSIDE["context"]}
 
     @property
     def name(self) -> str:
-        """Its axes."""
+        """Name of the layout, made of its axes."""
         name = mesh_name(self.mesh) or "one device"
         name += " (sequence)" if self.mesh.sequence_parallel and self.mesh.tp > 1 else ""
         return name + (f" × ep {self.expert_parallel}" if self.expert_parallel > 1 else "")
 
     def document(self) -> dict[str, Any]:
-        """For JSON and pages."""
+        """Return the layout as a dictionary for JSON and pages."""
         axes = {axis: getattr(self.mesh, axis) for axis in AXES if getattr(self.mesh, axis) > 1}
         gigabytes = self.needs.total / 2**30
         outside = [sum(ends) for ends in zip(*self.outside.values(), strict=True)] or [0.0, 0.0]
@@ -135,7 +133,7 @@ class Layout:
 
     @property
     def recipe(self) -> str:
-        """The lines to paste."""
+        """Recipe lines to paste."""
         axes = ", ".join(f"{axis}: {getattr(self.mesh, axis)}" for axis in AXES if getattr(self.mesh, axis) > 1)
         more = ", sequence_parallel: true" if self.mesh.sequence_parallel and axes else ""
         lines = [f"mesh: {{{axes}{more}}}"] if axes else []
@@ -144,33 +142,33 @@ class Layout:
 
 
 _ALIKE = 1.02
-"""Times that the model cannot tell apart."""
+"""Ratio of times that the model cannot tell apart."""
 
 
 def best_of(found: Sequence[Layout]) -> Layout:
-    """The fastest that fits, of those that are as good as equal that with the fewest cuts: copies before shards before
-    tensor parallelism before stages. If none fits, the nearest."""
+    """Return the fastest layout that fits; among those about as fast, the one with the fewest cuts, preferring replicas
+    to shards to tensor parallelism to pipeline stages. If none fits, the closest."""
     first = min(found, key=lambda layout: layout.order)
     if not first.fits:
         return first
     alike = [layout for layout in found if layout.fits and layout.time.total <= _ALIKE * first.time.total]
-    # where all wait for the host, that with the least work for a device
+    # if all wait for the host, prefer the one with the least device work
     return min(alike, key=lambda o: (o.expert_parallel, o.mesh.pp, o.mesh.tp, o.mesh.dp, o.time.total - o.time.host))
 
 
 def mesh_name(mesh: Mesh) -> str:
-    """Its axes that are not 1; empty where all are."""
+    """Return the axes that are not 1, as `dp 2 × tp 2`; empty if all are."""
     return " × ".join(f"{axis} {getattr(mesh, axis)}" for axis in AXES if getattr(mesh, axis) > 1)
 
 
 def layouts(
     sizes: Sizes, cluster: Cluster, settings: RuleSettings, *, recompute: tuple[str, ...] = _RECOMPUTE
 ) -> list[Layout]:
-    """Every layout of all the cluster's devices that rules and sizes allow, those that fit first, fastest first; of
-    one mesh only its best.
+    """Return every layout of all the cluster's devices that the rules and sizes allow: those that fit first, by time;
+    for each mesh only its best.
 
-    The rows of an update, `train.batch_size × train.accumulate`, stay what they are. Axes that are set stay.
-    Raises UserError if there is none, with what stands in the way.
+    The examples per step, `train.batch_size × train.accumulate`, are kept. Axes that are set are kept.
+    Raises UserError with the reason if there is none.
     """
     given, train = settings.mesh, settings.train
     check_counted(sizes, settings)
@@ -198,6 +196,7 @@ def layouts(
                     if key not in found or layout.order < found[key].order:
                         found[key] = layout
     if not found:
+        # a broken rule, if there is one, is the better message
         check_settings(dataclasses.replace(settings, mesh=given))
         raise UserError(
             f"no mesh of {cluster.count} devices goes with {rows} rows of an update, {sizes.heads} heads in "
@@ -208,7 +207,7 @@ def layouts(
 
 
 def _check_cut(sizes: Sizes, given: Mesh) -> None:
-    """Raise UserError for axes that are set and that training could not cut this backbone along."""
+    """Raise UserError for axes that are set but cannot split this backbone."""
     if given.tp > 1:
         if sizes.kind not in FAMILIES:
             raise UserError(f"mesh.tp: {sizes.kind} is none of {', '.join(FAMILIES)}; leave it out, mesh.dp shards any")
@@ -231,7 +230,7 @@ def _check_cut(sizes: Sizes, given: Mesh) -> None:
 
 
 def _variants(mesh: Mesh, sizes: Sizes) -> Iterator[tuple[Mesh, int]]:
-    """A mesh with and without sequence parallelism, and with its data ranks sharing out experts."""
+    """Yield a mesh with and without sequence parallelism, and with each number of data ranks sharing its experts."""
     meshes = [mesh]
     if mesh.tp > 1 and not mesh.sequence_parallel:
         meshes.append(dataclasses.replace(mesh, sequence_parallel=True))
@@ -240,7 +239,7 @@ def _variants(mesh: Mesh, sizes: Sizes) -> Iterator[tuple[Mesh, int]]:
 
 
 def check_counted(sizes: Sizes, settings: RuleSettings) -> None:
-    """Raise UserError for what the formulas leave out: nothing fits on a guess."""
+    """Raise UserError for settings that the formulas leave out, rather than plan on a guess."""
     adapter, longest = settings.adapter, settings.train.max_length
     if uncounted := [name for name in _UNCOUNTED if getattr(adapter, name) is not None]:
         raise UserError(f"plan: adapter.{uncounted[0]} is not counted yet; it knows LoRA alone, so leave that out")
@@ -254,7 +253,8 @@ def check_counted(sizes: Sizes, settings: RuleSettings) -> None:
 
 
 def update_seconds(sizes: Sizes, cluster: Cluster, settings: RuleSettings) -> float | None:
-    """Of an update of these settings on `cluster`; None for what the formulas do not count, and float32 products."""
+    """Return the seconds of a step with these settings on `cluster`; None for settings the formulas do not cover, and
+    for float32 products."""
     if settings.train.precision not in ("bf16", "fp16"):
         return None
     try:
@@ -266,8 +266,8 @@ def update_seconds(sizes: Sizes, cluster: Cluster, settings: RuleSettings) -> fl
 
 
 def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_parallel: int = 1) -> Layout:
-    """One layout of all the cluster's devices, with its bytes and seconds; `settings.train` with the rows that the
-    model reads (`Task.as_read`), `sizes` under the task."""
+    """Return one layout of all the cluster's devices with its bytes and seconds; `settings.train` describes the
+    sequences the model reads (`Task.as_read`), `sizes` the backbone under the task."""
     mesh, train, adapter = settings.mesh, settings.train, settings.adapter
     width = WIDTHS[train.precision]
     data = mesh.replicate * mesh.dp
@@ -290,7 +290,7 @@ def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_par
     adapters = 4 * sizes.adapter / (mesh.tp * mesh.pp)
     held = shards if mesh.zero == 3 and mesh.adapters == "shard" else 1
     copies = data * mesh.cp // held
-    # to shards once, then among their copies once there and once back
+    # reduce-scatter to the shards, then all-reduce among their copies
     reduced = adapters * ((held - 1) / held + 2 * (copies - 1) / copies / held)
     sequence = train.max_length // mesh.cp
     sent = 4 * of_piece * sequence * sizes.hidden * sizes.routed * width
@@ -335,14 +335,14 @@ def priced(settings: RuleSettings, sizes: Sizes, cluster: Cluster, *, expert_par
 
 
 def _kernels(sizes: Sizes, train: Train) -> float:
-    """Of a block; none that count where torch.compile makes few of many."""
+    """Return the kernels of a block; 0 with torch.compile, which fuses most of them."""
     if train.compile:
         return 0.0
     return kernels(len(sizes.layers) / max(len(sizes.blocks), 1), recompute=train.checkpointing)
 
 
 def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
-    """Every mesh of so many ranks in which only `free` axes grow."""
+    """Yield every mesh of `ranks` ranks in which only `free` axes grow."""
     left, rest = divmod(ranks, mesh.size)
     for widths in itertools.product(_divisors(left), repeat=len(free)):
         if rest == 0 and math.prod(widths) == left:
@@ -351,7 +351,7 @@ def options(mesh: Mesh, ranks: int, free: Sequence[str]) -> Iterator[Mesh]:
 
 
 def allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: Sizes, node: int) -> bool:
-    """Whether settings and backbone allow a mesh; of axes that are set, only the settings are asked."""
+    """True if settings and backbone allow a mesh; axes that are set are only checked against the settings."""
     if broken_rule(dataclasses.replace(settings, mesh=option)) is not None:
         return False
     if option.tp > given.tp:
@@ -362,7 +362,8 @@ def allowed(option: Mesh, given: Mesh, settings: RuleSettings, sizes: Sizes, nod
         stages = option.pp * (option.virtual or 1)
         if sizes.kind not in pipeline_families() or stages > len(sizes.blocks):
             return False
-    # A is (rank × inputs): shards that divide neither pad every adapter up to their number
+    # A is (rank × inputs): if the shards divide neither dimension, every adapter is padded to a multiple of their
+    # number
     shards = option.dp * option.cp
     pads = option.adapters == "shard" and settings.adapter.rank % shards and sizes.hidden % shards
     return not (option.dp > given.dp and pads)
@@ -373,7 +374,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def table(found: list[Layout], cluster: Cluster, sizes: Sizes, *, most: int = 8) -> list[str]:
-    """For a person: the backbone, the best meshes, and what those that do not fit lack."""
+    """Format as lines the backbone, the best meshes, and the memory missing for those that do not fit."""
     room = found[0].room
     fitting = [layout for layout in found if layout.fits]
     lines = [

@@ -1,12 +1,12 @@
-"""What a stage will hold in memory, by cause, and on a mesh send, said before step 1.
+"""Memory of a stage by cause, and on a mesh its communication, printed before step 1.
 
-Weights, gradients and optimizer state are counted; activations are measured: a short row goes forward in training
-mode while autograd's saved tensors are summed, at the run's own length if that is short, else at two lengths, and the
-line through them is read off at the row length and batch size of the run. What the loss and the backward pass take
-beside them, dense masks of packed rows and a regularizer's state are the closed forms of
-`flatshift.finetune.planner.footprint`. Not in it: the allocator's slack and the libraries. On a mesh everything is
-counted on the model as it was cut, without activations; volumes are those of ring collectives: a rank sends (n − 1)/n
-of what is gathered or reduced.
+Weights, gradients and optimizer state are counted; activations are measured: a short sequence is run forward in
+training mode while autograd's saved tensors are summed, at the run's own length if that is short, else at two lengths,
+and the line through them is evaluated at the run's sequence length and batch size. Temporaries of the loss and the
+backward pass, dense masks of packed rows and a regularizer's state come from the closed forms of
+`flatshift.finetune.planner.footprint`. Not included: the allocator's overhead and the libraries. On a mesh everything
+is counted on the split model, without activations; communication volumes are those of ring collectives: a rank sends (n
+− 1)/n of the data gathered or reduced.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ if TYPE_CHECKING:
     from ..tasks import Task
 
 _PROBE = (SHORT + 8, SHORT + 24)
-"""Tokens: on a CPU shorter rows are attended to in another way."""
+"""Probe lengths in tokens: on a CPU, attention takes another path for shorter sequences."""
 _NAMES = {"adamw": "AdamW"}
 
 QUANTISED_BLOCK, QUANTISED_FROM = 256, 4096
-"""Of 8-bit moments (bitsandbytes): values that share a scale; values of a tensor whose moments are quantised, at
-least."""
+"""Block size of 8-bit moments (bitsandbytes): values that share a scale; and the smallest tensor whose moments are
+quantised, in values."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by cause."""
+    """Memory of a stage in bytes, by cause."""
 
     backbone: int
     """Frozen parameters and buffers, and scales of quantised weights."""
     adapter: int
     """Trained parameters, float32."""
     gradients: int
-    """As large as the adapter."""
+    """Gradients, as large as the adapter."""
     optimizer: int
-    """Two moments of the adapter, as `optimizer.kind` keeps them."""
+    """Two moments of the adapter, stored as `optimizer.kind` does."""
     activations: int
-    """Kept between forward and backward by one micro-batch of the longest rows."""
+    """Kept between forward and backward by one micro-batch of maximum length."""
     work: int = 0
-    """What the loss, or a block's backward pass, needs besides while those are there."""
+    """Temporaries of the loss, or of a block's backward pass, on top of the activations."""
     regularizer: int = 0
-    """Noise, momentum, a second adapter, dense gradients: whatever the regularizer holds."""
+    """State of the regularizer: noise, momentum, a second adapter or dense gradients."""
 
     @property
     def total(self) -> int:
@@ -77,7 +77,7 @@ class MemoryPlan:
 
     @property
     def causes(self) -> dict[str, int]:
-        """By name."""
+        """Bytes by name of the cause."""
         return dict(vars(self))
 
 
@@ -89,14 +89,14 @@ def memory_plan(
     task: Task | None = None,
     regularizer: RegularizerConfig | None = None,
 ) -> MemoryPlan:
-    """Count and measure (see the module's text); the model's mode and the global random state are left as they were.
+    """Count and measure memory (see the module's docstring); the model's mode and the global random state are restored.
 
-    task: what the loss reads, and whether rows are packed; None: a sample a row, and every token of it.
+    task: sets which tokens the loss reads, and if rows are packed; None: one example per row, every token a target.
     """
     train = read_precision(train, model)
     lora, device = lora_factors(model), next(model.parameters()).device
     narrow = train.precision != "fp32" and train.adapter_precision != "bf16" and train.checkpointing == "none"
-    casts = 2 * sum(a.numel() + b.numel() for a, b in lora) if narrow else 0  # once for all rows
+    casts = 2 * sum(a.numel() + b.numel() for a, b in lora) if narrow else 0  # once, whatever the batch size
     adapter = sum(p.nbytes for p in trainable(model).values())
     frozen = {p.data_ptr(): p.nbytes for p in model.parameters() if not p.requires_grad}
     frozen |= {b.data_ptr(): b.nbytes for b in (*model.buffers(), *scales(model).values())}
@@ -113,7 +113,7 @@ def memory_plan(
 
 
 def lora_factors(model: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """A (r, n) and B (m, r) of every LoRA layer over a matrix."""
+    """Return A (r, n) and B (m, r) of every LoRA layer over a matrix."""
     found = []
     for module in model.modules():
         downs, ups = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
@@ -129,7 +129,7 @@ def _mask(model: nn.Module, train: Train, task: Task | None, device: torch.devic
 
 
 def _work(model: Any, train: Train, task: Task | None, gradients: int, device: torch.device) -> int:
-    """By the closed forms; 0 where the configuration does not have what they need."""
+    """Return the bytes of temporaries by the closed forms; 0 if the configuration lacks the sizes they need."""
     factors = lora_factors(model)
     ranks = max((len(a) for a, _ in factors), default=0)
     shapes = {
@@ -147,7 +147,7 @@ def _work(model: Any, train: Train, task: Task | None, gradients: int, device: t
     found = work_bytes(sizes, Mesh(), adapter, train, train.batch_size, device.type)
     if train.checkpointing == "full":
         found += recomputed_bytes(sizes, Mesh(), adapter, train, train.batch_size * train.max_length)
-    return max(0, found - gradients) if train.accumulate == 1 else found  # these come while activations go
+    return max(0, found - gradients) if train.accumulate == 1 else found  # gradients grow while activations are freed
 
 
 def _perturbation(model: nn.Module, train: Train, regularizer: RegularizerConfig | None) -> int:
@@ -203,7 +203,7 @@ def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Ten
     if getattr(model.config, "is_encoder_decoder", False):
         if model.can_generate():
             inputs["decoder_input_ids"] = ids
-        else:  # a head: it judges the row at its end-of-sequence token, and its decoder reads what the encoder does
+        else:  # a head reads the state of the end-of-sequence token, and its decoder gets the encoder's input
             ids[:, -1] = model.config.eos_token_id
     inputs |= blank_features(model, rows=1)
     training = model.training
@@ -221,7 +221,8 @@ def _one_row(model: Any, tokens: int, train: Train) -> Iterator[Callable[[], Ten
 
 
 def at_length(saved: Callable[[int], int], tokens: int) -> float:
-    """`saved(tokens)`: taken there if rows are short, else drawn through two short lengths, since bytes grow evenly."""
+    """Return `saved(tokens)`: measured if the length is short, else extrapolated from two short lengths, as bytes grow
+    linearly."""
     if tokens <= _PROBE[1]:
         return saved(tokens)
     short, long = (saved(length) for length in _PROBE)
@@ -229,7 +230,8 @@ def at_length(saved: Callable[[int], int], tokens: int) -> float:
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
-    """Bytes of the storages that autograd keeps while what `forward` returns lives, the model's own apart."""
+    """Return the bytes of the storages that autograd keeps while the output of `forward` is alive, the model's own
+    excluded."""
     weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     storages: dict[int, int] = {}
 
@@ -237,17 +239,18 @@ def saved_bytes(model: nn.Module, forward: Callable[[], object]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             storages[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()  # with its history, an output that its own node saves would keep the graph alive
+        return tensor.detach()  # an output saved by its own node would otherwise keep the graph alive in a cycle
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        output = forward()  # lives until the sum is taken: freed storages would hand their addresses on
+        output = forward()  # keep alive until the sum is taken: freed storages would have their addresses reused
         total = sum(storages.values())
         del output
     return total
 
 
 def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: MemoryPlan | None = None) -> list[str]:
-    """The plan as text, one cause a line, for printing before step 1. plan: as made before; None: made here."""
+    """Format the plan as lines, one per cause, for printing before step 1. plan: computed before; None: computed
+    here."""
     plan = plan or memory_plan(model, train=train, kind=optimizer.kind)
     causes = [
         ("backbone, frozen", plan.backbone, f"{_dtypes(model)}"),
@@ -270,7 +273,7 @@ def plan_lines(model: nn.Module, *, train: Train, optimizer: Optimizer, plan: Me
 
 
 def brief_plan(lines: Sequence[str]) -> list[str]:
-    """Of the lines of a plan the first and the sum of its causes, in one."""
+    """Condense the lines of a plan to one: its first line and the sum of its causes."""
     (total,) = [line.split() for line in lines if line.split()[0] == "together"]
     return [f"{lines[0]}; {' '.join(total[1:3])} of memory, {' '.join(total[3:])} (--verbose: by cause)"]
 
@@ -282,7 +285,7 @@ def _dtypes(model: nn.Module) -> str:
 
 
 def mesh_lines(engine: Engine, *, mesh: Mesh, train: Train, optimizer: Optimizer) -> list[str]:
-    """The plan of one stage as text, one cause a line."""
+    """Format the plan of one stage on a mesh as lines, one per cause."""
     world, sharding = engine.world, engine.sharding
     frozen = sum(local(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
     frozen += sum(part.nbytes for part in scales(engine.model).values())
@@ -313,7 +316,7 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
         axes = " × ".join(axis for axis in ("dp", "cp") if world.width(axis) > 1)
         gathers = 2 if mesh.reshard and mesh.pp == 1 else 1
         gathered = gathers * train.accumulate * sharding.sharded_bytes * (n - 1) // n
-        # a ring passes on all shards but its own: reduced to shards once, to whole copies twice
+        # in a ring each rank passes on all shards but its own: once for a reduce-scatter, twice for an all-reduce
         reduced = adapter * (n - 1) if mesh.adapters == "shard" else 2 * adapter * (n - 1) // n
         lines.append(f"{gib(gathered)} of weights gathered along {axes}, {gib(reduced)} of adapter gradients reduced")
     if mesh.replicate > 1:
@@ -350,7 +353,7 @@ def _traffic(engine: Engine, mesh: Mesh, train: Train, adapter: int) -> list[str
 
 
 def _activation_bytes(engine: Engine, train: Train) -> int:
-    """Of the hidden states of one micro-batch of this rank, B·T/cp·D."""
+    """Return the bytes of the hidden states of one micro-batch of this rank, B·T/cp·D."""
     config: Any = engine.peft.config
     hidden = getattr(config, "hidden_size", None) or config.get_text_config().hidden_size
     rows = train.batch_size // engine.share[1]
@@ -359,7 +362,7 @@ def _activation_bytes(engine: Engine, train: Train) -> int:
 
 
 def _key_value_bytes(engine: Engine, train: Train) -> int:
-    """Of a layer's keys and values of all tokens of one micro-batch of this rank, 2·B·T·H·D/tp."""
+    """Return the bytes of one layer's keys and values for all tokens of one micro-batch of this rank, 2·B·T·H·D/tp."""
     config: Any = engine.peft.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -369,7 +372,7 @@ def _key_value_bytes(engine: Engine, train: Train) -> int:
 
 
 def state_bytes(sizes: Sequence[int], kind: OptimizerKind) -> int:
-    """Bytes of the moments of trained tensors with `sizes` values each; of paged ones, host memory included."""
+    """Return the bytes of the moments of trained tensors with `sizes` values each; paged ones include host memory."""
     if kind == "gauss-newton":
         return 0
     if not kind.endswith("8bit"):

@@ -1,4 +1,4 @@
-"""Bytes that a regularizer holds beside plain LoRA while an update is made, in closed form. Imports nothing heavy."""
+"""Bytes that a regularizer holds on top of plain LoRA during a step, in closed form. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from flatshift.regularizers.config import (
 )
 
 _ROW, _COLUMN = 40, 16
-"""Of a GGPO layer's row: its owner and the key of its signs (int64), row norm, averaged gradient and its form, two
-shares of power, and scale (float32); of a column the keys of its signs in noise and probe columns (int64)."""
+"""Bytes per row of a GGPO layer: its owner and the key of its signs (int64), row norm, averaged gradient and its form,
+two shares of power, and scale (float32); per column: the keys of its signs in noise and probe columns (int64)."""
 
 
 def perturbation_bytes(
@@ -32,21 +32,21 @@ def perturbation_bytes(
     stored: int,
     width: int,
 ) -> int:
-    """Of a whole model's layers; divide by the ranks that cut it into stages or tensors.
+    """Return the bytes for a whole model's layers; divide by the ranks that split it into stages or tensors.
 
     Args:
         layers: (rows, columns) of each adapted matrix.
         adapter: elements of LoRA's factors.
-        held: ranks that shards of the factors lie on; momentum lies like them, noise is whole on every rank.
-        tokens: whose values are kept for backward at once, in as many layers as there are.
-        stored: bytes of a frozen weight, whose type noise has.
-        width: bytes of an activation.
+        held: ranks that the factors are sharded over; momentum is sharded likewise, noise is whole on every rank.
+        tokens: tokens whose activations are kept for backward at once, in all of the layers.
+        stored: bytes per frozen weight, whose dtype the noise has.
+        width: bytes per activation.
 
-    Momentum methods and SAM over factors hold the momentum, or the gradient of the first pass, and the factors as they
-    were (float32); MGPO's form `code` the momentum and both sides of its rank-2r branch; Bi-LoRA a second adapter with
-    its moments and what its A gives; SAM over weights their dense gradient; GGPO and Flat-LoRA both sides of the noise
-    and of the probe columns, and what is known of each row (`flatshift.regularizers.methods.noise_scales`). The others
-    hold nothing.
+    Momentum methods and SAM over factors hold the momentum, or the gradient of the first pass, and the unperturbed
+    factors (float32); MGPO's form `code` the momentum and both sides of its rank-2r branch; Bi-LoRA a second adapter
+    with its moments and the outputs of its A; SAM over weights their dense gradient; GGPO and Flat-LoRA both sides of
+    the noise and of the probe columns, and the statistics of each row (`flatshift.regularizers.methods.noise_scales`).
+    The others hold nothing.
     """
     rows, columns = (sum(each) for each in zip(*layers, strict=True)) if layers else (0, 0)
     if isinstance(config, MGPO) and config.form == "code":

@@ -1,7 +1,7 @@
-"""What of a recipe goes with what on a mesh: one table that refuses, and that the docs print.
+"""Compatibility rules between recipe settings and meshes: one table, enforced here and printed in the docs.
 
-A rule is checked before a process is spawned and before a weight is read; what depends on the model itself (heads that
-divide, plans, stages) is checked on its skeleton. Imports nothing heavy.
+A rule is checked before a process is spawned and before a weight is read; constraints of the model itself (heads that
+divide, plans, stages) are checked on its skeleton. Imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RuleSettings:
-    """The parts of a recipe that rules look at."""
+    """Parts of a recipe that the rules depend on."""
 
     mesh: Mesh
     train: Train
@@ -33,23 +33,23 @@ class RuleSettings:
 
     @classmethod
     def of(cls, recipe: Any) -> RuleSettings:
-        """Those of a recipe, whose blocks have these names."""
+        """Extract from a recipe, whose blocks have these names."""
         return cls(*(getattr(recipe, each.name) for each in fields(cls)))
 
 
 @dataclass(frozen=True)
 class CompatibilityRule:
-    """`when` holds → `needs` must hold."""
+    """One rule: `setting` requires `other` or is incompatible with it; `broken` tests for a violation."""
 
     setting: str
-    """What is asked for, as a flag and value."""
+    """Setting concerned, as a flag and value."""
     kind: str
-    """requires, or incompatible with."""
+    """Relation to `other`: "requires" or "incompatible with"."""
     other: str
-    """The other side, as a flag and value."""
+    """Other side, as a flag and value."""
     why: str
     fix: str
-    """The nearest valid setting."""
+    """Nearest valid setting."""
     broken: Callable[[RuleSettings], bool]
 
 
@@ -62,12 +62,12 @@ def _schedule_is_looped(s: RuleSettings) -> bool:
 
 
 _BESIDE_WEIGHTS = ("default", "orthogonal", "eva")
-"""`adapter.init` that leaves frozen weights as they came."""
+"""Values of `adapter.init` that leave the frozen weights unchanged."""
 REQUIRES, INCOMPATIBLE = "requires", "incompatible with"
 
 
 def _task_rules() -> Iterator[CompatibilityRule]:
-    """What tasks say of axes: a row for each axis and reason."""
+    """Yield the rules of tasks about mesh axes: one for each axis and reason."""
     for axis, why, kinds in refused_axes():
 
         def broken(s: RuleSettings, axis: str = axis, why: str = why) -> bool:
@@ -302,7 +302,7 @@ RULES: tuple[CompatibilityRule, ...] = (
 
 
 def broken_rule(settings: RuleSettings) -> CompatibilityRule | None:
-    """The first rule that `settings` break."""
+    """Return the first rule that `settings` break; None if they break none."""
     return next((rule for rule in RULES if rule.broken(settings)), None)
 
 

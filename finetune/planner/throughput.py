@@ -1,9 +1,10 @@
-"""Seconds of an update, from a roofline with few constants: products, element-wise traffic, collectives, the bubble.
+"""Seconds of an optimizer step, from a roofline model with few constants: products, element-wise traffic, collectives
+and the pipeline bubble.
 
-The form is that of Megatron-LM's own accounting (2104.04473 §5.1, 2205.05198): a block of width h over b rows of s
-tokens multiplies 24·b·s·h² + 4·b·s²·h FLOPs forward. A step trained whole takes three times that, with frozen weights
-twice (their gradients are not needed), and a recomputed forward pass once more. The constants were fitted on the ten
-rows of 2104.04473, Table 1, alone (A100, full training); what they miss elsewhere is in docs/does-it-fit.md.
+The form is that of Megatron-LM's own accounting (2104.04473 §5.1, 2205.05198): a block of width h over b sequences of s
+tokens multiplies 24·b·s·h² + 4·b·s²·h FLOPs forward. Full training takes three times that, with frozen weights twice
+(their gradients are not needed), and a recomputed forward pass once more. The constants were fitted only on the ten
+rows of 2104.04473, Table 1 (A100, full training); their errors elsewhere are in docs/does-it-fit.md.
 """
 
 from __future__ import annotations
@@ -16,43 +17,43 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Constants:
-    """What is reached of a device's data sheet."""
+    """Fractions of a device's data-sheet rates that are reached."""
 
     products: float = 0.641
-    """Share of the bf16 peak that matrix products reach."""
+    """Fraction of the bf16 peak that matrix products reach."""
     elements: float = 0.97
-    """Bytes that element-wise kernels move at the sheet's bandwidth ÷ those that they must."""
+    """Bytes that element-wise kernels move at the data sheet's bandwidth ÷ the minimum they must move."""
     fast_link: float = 0.64
-    """Share of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
+    """Fraction of the nominal bandwidth inside a node (one direction) that collectives reach: 192 of 300 GB/s."""
     shards: float = 0.63
-    """Share of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3,
+    """Fraction of the nominal bandwidth between nodes that gathers of weights reach: 15.7 of 25 GB/s (ZeRO-3,
     2104.04473)."""
     launch: float = 1e-5
-    """Seconds of the host for each kernel of a GPU; assumed, not fitted: 5 to 25 µs are usual in eager mode."""
+    """Host seconds to launch a GPU kernel; assumed, not fitted: 5 to 25 µs are usual in eager mode."""
 
 
 PUBLISHED = Constants()
-"""Fitted on the ten rows of 2104.04473, Table 1, alone (A100, full training), but for `launch`."""
+"""Fitted only on the ten rows of 2104.04473, Table 1 (A100, full training), except `launch`."""
 _OVERLAP = 3.0
-"""T = (Tc³ + Tm³)^(1/3) for gathers that computing hides in part."""
+"""Exponent of T = (Tc³ + Tm³)^(1/3), for gathers that computation partly hides."""
 
 
 def kernels(adapted: float, *, recompute: str) -> float:
-    """Kernels of a Llama block with so many adapted layers, forward and backward, without torch.compile: operations
-    that are no views, counted by dispatch."""
+    """Return the number of kernels of a Llama block with `adapted` adapted layers, forward and backward, without
+    torch.compile: operations that are not views, counted by dispatch."""
     return 94 + 10 * adapted + (36 + 4 * adapted if recompute == "full" else 0)
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do, as its maker says."""
+    """Data-sheet rates of a device."""
 
     memory: float
-    """Bytes."""
+    """Bytes of memory."""
     flops: float
     """FLOP/s, dense bf16 (fp16 where there is none)."""
     bandwidth: float
-    """Bytes/s of its memory."""
+    """Memory bandwidth, bytes/s."""
     link: float
     """Bytes/s in one direction to the other devices of its node."""
 
@@ -73,13 +74,13 @@ DEVICES = {
     "B200-180": Device(180 * GB, 2250e12, 7.7e12, 900 * GB),
     "MI300X-192": Device(192 * GB, 1307e12, 5.3e12, 448 * GB),
 }
-"""By name and memory in GB; figures of their data sheets, without sparsity."""
+"""Devices by name and memory in GB; data-sheet rates, without sparsity."""
 CORE = Device(4 * GB, 50e9, 10e9, 5 * GB)
-"""About a core of a CPU, to tell meshes of one apart; `flatshift plan --calibrate` measures this machine's."""
+"""Rough rates of one CPU core, to rank meshes; `flatshift plan --calibrate` measures this machine's."""
 
 
 def device_named(name: str, memory: int) -> str | None:
-    """The row of `DEVICES` that a device is which calls itself `name` and has so many bytes; None: none of them."""
+    """Return the row of `DEVICES` for a device that reports `name` and `memory` bytes; None if there is none."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
     words |= {"".join(pair) for pair in itertools.pairwise(re.findall(r"[a-z0-9]+", name.lower()))}
     rows = [row for row in DEVICES if row.split("-")[0].lower() in words]
@@ -89,7 +90,7 @@ def device_named(name: str, memory: int) -> str | None:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """One way to spread a step over devices."""
+    """One way to distribute a step over devices."""
 
     layers: int
     hidden: int
@@ -100,44 +101,44 @@ class StepLayout:
     """Elements of the output layer."""
     sequence: int
     rows: int
-    """Of a micro-batch of a rank's."""
+    """Sequences of one rank's micro-batch."""
     micro: int
-    """Micro-batches (with a pipeline, pieces) of an update."""
+    """Micro-batches of a step (with a pipeline, pieces)."""
     tp: int = 1
     pp: int = 1
     virtual: int = 1
     recompute: str = "none"
-    """`train.checkpointing`."""
+    """Value of `train.checkpointing`."""
     sequence_parallel: bool = False
     fused_attention: bool = True
-    """Attention that never writes its T² scores."""
+    """Attention that does not store its T² scores."""
     whole: bool = False
-    """Trained whole: gradients of all weights, and their optimizer."""
+    """Full training: gradients of all weights, and their optimizer."""
     gathered: float = 0.0
-    """Bytes of weights that a rank receives in a micro-batch (FSDP2)."""
+    """Bytes of weights that a rank receives per micro-batch (FSDP2)."""
     gathered_inside: bool = True
-    """Whether those come from the same node."""
+    """True if those come from the same node."""
     reduced: float = 0.0
-    """Bytes of gradients that a rank sends in an update."""
+    """Bytes of gradients that a rank sends per step."""
     reduced_inside: bool = False
     tp_inside: bool = True
     exchanged: float = 0.0
-    """Bytes that a rank sends to the experts of others and back in a micro-batch, gradients too."""
+    """Bytes that a rank sends to experts on other ranks and back per micro-batch, gradients included."""
     exchanged_inside: bool = True
     kernels: float = 0.0
-    """That the host starts for a block and micro-batch; 0: the host is the device, or does not matter."""
+    """Kernels launched per block and micro-batch; 0: the host is the device, or launches do not matter."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one update, by cause, each with its title on a page."""
+    """Seconds of one step by cause, each with its title on a page."""
 
     products: float = field(metadata={"title": "matrix products"})
     elements: float = field(metadata={"title": "element-wise traffic"})
     tensor: float = field(metadata={"title": "tensor parallelism"})
     """Collectives of tensor parallelism."""
     gathers: float = field(metadata={"title": "gathers that nothing hides"})
-    """Of what gathers take beyond what computing hides."""
+    """Time of gathers that computation does not hide."""
     bubble: float = field(metadata={"title": "idle in the pipeline"})
     pipeline: float = field(metadata={"title": "sent between stages"})
     """Activations sent between stages."""
@@ -146,7 +147,7 @@ class Seconds:
     experts: float = field(default=0.0, metadata={"title": "tokens sent to experts"})
     """Tokens sent to experts on other ranks, and back."""
     host: float = field(default=0.0, metadata={"title": "waiting for the host to start kernels"})
-    """Of starting kernels, beyond what the device takes to run them: small models and micro-batches wait for it."""
+    """Time of launching kernels beyond the device's time to run them: small models and micro-batches wait for it."""
 
     @property
     def total(self) -> float:
@@ -155,13 +156,13 @@ class Seconds:
 
 
 def seconds(work: StepLayout, device: Device, *, network: float, constants: Constants = PUBLISHED) -> Seconds:
-    """Of one update. network: bytes/s between nodes of one device."""
+    """Predict the seconds of one step. network: bytes/s of one device between nodes."""
     at = constants
     b, s, h, t, p = work.rows, work.sequence, work.hidden, work.tp, work.pp
     passes = (3 if work.whole else 2) + (work.recompute == "full")
-    core = 4 * b * s * s * h * (3 if work.recompute == "none" else 4)  # selective computes the scores again, too
+    core = 4 * b * s * s * h * (3 if work.recompute == "none" else 4)  # selective recomputes the attention scores, too
     multiplied = 2 * work.products * b * s * passes + core
-    layers = math.ceil(work.layers / p)  # of the fullest stage, which all wait for
+    layers = math.ceil(work.layers / p)  # of the fullest stage, which all others wait for
     products = layers * multiplied / t / (device.flops * at.products)
     scores = 0.0 if work.fused_attention else 5 * work.heads * s / (h * t)
     kept = (34 / t if work.sequence_parallel else 10 + 24 / t) + scores

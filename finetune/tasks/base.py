@@ -1,4 +1,4 @@
-"""What can be asked of a task, with the answers of one that is nothing special."""
+"""Task interface with default implementations."""
 
 from __future__ import annotations
 
@@ -28,42 +28,42 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Usage:
-    """How a model of a task is asked, as lines of Python: for its model card. `tokenizer` and `model` are there."""
+    """Python lines for the model card that show how to call a model of a task, given `tokenizer` and `model`."""
 
     text: str
-    """The text that is read: an expression."""
+    """Expression of the input text."""
     answer: Sequence[str]
-    """Show the answer of `logits`, or the generated `answer`."""
+    """Lines that print the result from `logits`, or from the generated `answer`."""
     whole: bool = False
-    """Whether the text has its special tokens in it, so that the tokenizer is to add none."""
+    """True if the text already contains its special tokens, so that the tokenizer must add none."""
     ends: int | list[int] | None = None
-    """The tokens that end an answer."""
+    """Token ids that end a generated answer."""
     before: Sequence[str] = ()
-    """What comes first of all, as the names of classes."""
+    """Lines at the top of the script, such as the list of class names."""
     options: str = ""
-    """More arguments of the backbone's `from_pretrained`."""
+    """Additional arguments of the backbone's `from_pretrained`."""
     ask: Sequence[str] = ()
-    """Make the text."""
+    """Lines that build the input text."""
     inputs: Sequence[tuple[str, str]] = ()
-    """What the model reads beside `input_ids`: its name, and the expression for it."""
+    """Further model inputs next to `input_ids`: (name, expression)."""
 
 
 class BaseTask:
-    """A task: what its rows hold, how they are encoded, what is lost on them, and how a model of them is judged.
+    """Base class of tasks: required columns, encoding, loss and evaluation.
 
-    A kind is a frozen dataclass of its settings, tagged by `kind`, that overrides what is particular to it. Methods
-    import what is heavy when they are called, since a recipe is parsed without it.
+    A kind is a frozen dataclass of its settings, tagged by `kind`, that overrides what differs. Methods import heavy
+    modules inside, because recipes are parsed without torch.
     """
 
-    # ------------------------------------------------------------------------------------------ settings of some kinds
+    # ------------------------------------------------------------------------------------------- settings of some kinds
 
     kind: str
     pack: bool = False
-    """Whether rows of training hold several samples."""
+    """True if a training row holds several examples."""
     score: str = "perplexity"
-    """How dev and test are judged besides perplexity: also `rank` or `generate`."""
+    """Evaluation on dev and test in addition to perplexity: `rank` or `generate`."""
     metrics: tuple[str, ...] = ()
-    """Of what models write, judged besides (`flatshift.finetune.evaluate.metrics`, "agreement")."""
+    """Additional metrics of generated text (`flatshift.finetune.evaluate.metrics`, "agreement")."""
     max_new_tokens: int = 64
     num_beams: int | None = None
     prefix: str | None = None
@@ -72,82 +72,84 @@ class BaseTask:
     label_smoothing: float | None = None
     template: str = "auto"
 
-    # ---------------------------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------------------- properties of the kind
 
     is_sequence_level: ClassVar[bool] = False
-    """A new head answers for a whole row: the loss is divided by examples, labels are of whole rows."""
+    """True if a new head predicts for the whole row: labels belong to rows, and the loss is divided by examples."""
     by_answer: ClassVar[bool] = False
-    """The loss is of whole answers, by how likely each is: it is divided by pairs of answers, or by answers."""
+    """True if the loss depends on the log-likelihood of whole answers: it is divided by pairs of answers, or by
+    answers."""
     rows_of_example: ClassVar[int] = 1
-    """Rows of tokens that the model reads of one example."""
+    """Token rows that the model reads per example."""
     causal: ClassVar[bool] = False
-    """The model's output at position t is for the label at t + 1, and the first token of a sample has none."""
+    """True if the output at position t predicts the label at t + 1, so that the first token of an example has no
+    prediction."""
     encoder_decoder: ClassVar[bool] = False
-    """An encoder reads a row and a decoder writes its labels, behind its start token."""
+    """True if an encoder reads the row and a decoder predicts its labels after a start token."""
     backbone: ClassVar[Literal["decoder", "encoder", "any"]] = "any"
-    """What the backbone must be (`encoder_decoder` apart)."""
+    """Required kind of backbone (except for `encoder_decoder`)."""
     modelling: ClassVar[str] = "causal language modelling"
-    """What errors about backbones call it."""
+    """Name of the objective in errors about backbones."""
     auto_class: ClassVar[str] = "AutoModelForCausalLM"
-    """transformers' class that loads its models."""
+    """transformers class that loads its models."""
     pipeline_tag: ClassVar[str] = "text-generation"
-    """What the hub calls its models."""
+    """Pipeline tag of its models on the hub."""
     peft_type: ClassVar[str | None] = "CAUSAL_LM"
-    """PEFT's `task_type`; None where it has no kind for it."""
+    """PEFT `task_type`; None if PEFT has none that fits."""
     new_head: ClassVar[bool] = False
-    """Whether a checkpoint may lack its head, which is then drawn and trained whole."""
+    """True if the checkpoint may lack the head, which is then randomly initialised and fully trained."""
     loss_unit: ClassVar[str] = "nats per supervised token"
-    """What its loss is counted in, for a reader."""
+    """Unit of the loss, for messages."""
     truncates: ClassVar[Literal["left", "right"]] = "right"
-    """The end that a longer text or prompt loses, unless `train.truncation` names one."""
+    """Side from which a text or prompt that is too long is truncated, unless `train.truncation` is set."""
     noise: ClassVar[Literal["tokens", "rows"]] = "rows"
-    """Where `data.label_noise` makes labels wrong: among the tokens of encoded rows, or in the rows."""
+    """Level at which `data.label_noise` corrupts labels: tokens of encoded rows, or rows."""
     documents: ClassVar[bool] = False
-    """Whether its rows are plain documents, of which every token is judged however long they are."""
+    """True if rows are plain documents, whose tokens are all evaluated however long they are."""
     splits: ClassVar[bool] = False
-    """A row that is too long may be read in pieces (`train.overlong: split`)."""
+    """True if a row that is too long may be split into pieces (`train.overlong: split`)."""
     soft_tokens: ClassVar[bool] = False
-    """Whether soft tokens may come before its rows."""
+    """True if soft tokens may be prepended to its rows."""
     accuracy: ClassVar[bool] = False
-    """Whether dev figures have the share of right answers, by which the best step can be chosen."""
+    """True if dev metrics include accuracy, by which the best step can be chosen."""
     has_targets: ClassVar[bool] = False
-    """Whether labels are numbers, whose units must be known before rows are encoded."""
+    """True if labels are numbers, whose units must be known before rows are encoded."""
     hides_tokens: ClassVar[bool] = False
-    """Whether tokens are hidden anew each time a row comes up, by its `masking`."""
+    """True if tokens are masked at random each time a row is drawn (`masking`)."""
     refuses: ClassVar[Mapping[str, str]] = {}
-    """What it does not go with: a block, setting or flag → the sentence for the user."""
+    """Incompatible blocks, settings or flags → error message for the user."""
 
     def replace(self, **settings: Any) -> Self:
-        """The same task with other settings, which its kind must have."""
+        """Return the task with other settings, which must exist for its kind."""
         same: Any = self
         return dataclasses.replace(same, **settings)
 
     def as_read(self, train: Train) -> Train:
-        """`train` with the rows that the model reads of a micro-batch as its batch size: what memory is planned by."""
+        """Return `train` with the batch size in token rows that the model reads, for memory estimates."""
         return dataclasses.replace(train, batch_size=train.batch_size * self.rows_of_example)
 
     def refuse(self, what: str) -> None:
-        """Raise UserError where it does not go with `what`, a block, setting or flag."""
+        """Raise UserError if the block, setting or flag `what` is incompatible with the task."""
         if what in self.refuses:
             raise UserError(self.refuses[what])
 
     @property
     def name(self) -> str:
-        """Its kind, with the settings that make another of it."""
+        """Kind, with the settings that change its nature."""
         return self.kind
 
     @classmethod
     def variants(cls) -> Sequence[Self]:
-        """The kind at its defaults, and with the settings that make another of it."""
+        """Return the kind at its defaults, and with each setting that changes its nature."""
         return (cls(),)
 
     @property
     def no_axes(self) -> Mapping[str, str]:
-        """Axes of a mesh that its models do not train on, and why: rows of `flatshift.finetune.planner.rules`."""
+        """Mesh axes on which its models cannot be trained → reason; rows of `flatshift.finetune.planner.rules`."""
         return {}
 
     def _check_metrics(self) -> None:
-        """Raise UserError for `task.metrics` that are none, or of answers that nobody writes."""
+        """Raise UserError for unknown `task.metrics`, or if no answers are generated for them."""
         from ..evaluate.metrics import check_named
 
         if self.metrics and self.score != "generate":
@@ -156,50 +158,51 @@ class BaseTask:
 
     @property
     def figure_names(self) -> tuple[str, ...]:
-        """The metrics that it is judged by, as its settings are."""
+        """Names of the metrics that evaluation returns with the current settings."""
         from ..evaluate.metrics import names_of
 
         return names_of("text")
 
     @property
     def is_generative(self) -> bool:
-        """Whether its models continue a prompt."""
+        """True if its models continue a prompt."""
         return not (self.is_sequence_level or self.backbone == "encoder")
 
     @property
     def loss_denominator(self) -> str:
-        """What a loss is divided by."""
+        """Unit by whose number the loss is divided: `tokens`, `examples`, `pairs` or `answers`."""
         return "examples" if self.is_sequence_level else "tokens"
 
     @property
     def supervised(self) -> float:
-        """Largest share of a row's tokens that the loss reads."""
+        """Largest share of a row's tokens that are target tokens."""
         return 1.0
 
     @property
     def is_unpaired(self) -> bool:
-        """Whether each answer is lost by itself, beside answers to other prompts (by_answer)."""
+        """True if each answer has its own loss term, relative to answers paired with prompts of other examples
+        (by_answer)."""
         return False
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares with the backbone alone, the adapter off (by_answer)."""
+        """True if the loss compares with the base model, run with the adapter off (by_answer)."""
         return False
 
     @property
     def uses_chat_template(self) -> bool:
-        """Whether prompts are conversations, which a chat template writes with its special tokens."""
+        """True if prompts are conversations that a chat template renders with its special tokens."""
         return False
 
     @property
     def one_class(self) -> bool:
-        """Whether every row has exactly one class that a head tells."""
+        """True if every row has exactly one class, predicted by a head."""
         return False
 
     # -------------------------------------------------------------------------------------------------------- columns
 
     def columns(self) -> tuple[str, ...]:
-        """The columns that every row must have.
+        """Return the columns that every row must have.
 
         Raises:
             UserError: a malformed template.
@@ -207,12 +210,12 @@ class BaseTask:
         return ("text",)
 
     def optional_columns(self) -> tuple[str, ...]:
-        """The canonical columns that a row may have beside those it must: what it learns from. A row's `id` is apart,
-        as no task reads it."""
+        """Return the canonical columns that a row may have in addition. `id` is not among them, because no task
+        reads it."""
         return ()
 
     def read_label(self, value: Any) -> Any:
-        """A record's label as a row's. Raises ValueError with the reason for a value of another kind."""
+        """Convert a record's label to that of a row. Raises ValueError with the reason if its type is wrong."""
         from ..data.rows import canonical_label
 
         return canonical_label(value)
@@ -221,41 +224,44 @@ class BaseTask:
 
     @property
     def has_classes(self) -> bool:
-        """Whether labels are classes, which must be known before rows are encoded."""
+        """True if labels are classes, which must be known before rows are encoded."""
         return False
 
     @property
     def given_classes(self) -> tuple[str, ...] | None:
-        """The classes in head order, where the settings name them."""
+        """Classes in head order if the settings name them, else None."""
         return None
 
     def with_classes(self, names: tuple[str, ...] | None) -> Self:
-        """The same with these classes in head order, where its settings name them."""
+        """Return the task with `names` as its classes in head order, if it has such a setting."""
         return self
 
     def class_names(self, rows: Iterable[Row]) -> tuple[str, ...] | None:
-        """The classes in head order, given or else the sorted labels of the training rows; None where it has none."""
+        """Return the classes in head order: those given, else the sorted labels of the training rows; None without
+        classes."""
         from ..data.labels import classes_of, sort_labels
 
         return self.given_classes or (sort_labels(classes_of(rows)) if self.has_classes else None)
 
     @property
     def own_units(self) -> bool:
-        """Whether training sees targets in units of its own."""
+        """True if targets are standardised for training."""
         return False
 
     def units(self, targets: Sequence[float], backbone: str | Path) -> Units | None:
-        """How training is to see the `targets` of the training rows; None where there are none."""
+        """Return the units in which training sees the `targets` of the training rows; None if the task has no
+        targets."""
         return None
 
     def head_layer(self, backbone: str | Path) -> OutputLayer | None:
-        """The layer of `backbone` that units of its own are folded into; None where there are none."""
+        """Return the layer of `backbone` into which standardisation is folded after training; None without
+        standardisation."""
         return None
 
     def with_noise(
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
-        """The rows with ⌊rate·n + ½⌋ wrong labels of n, and the ids of those (noise: rows).
+        """Return the rows, ⌊rate·n + ½⌋ of n with a wrong label, and the ids of those (noise: rows).
 
         Raises:
             UserError: there is no other label, or a rate outside [0, 1].
@@ -265,116 +271,117 @@ class BaseTask:
     # ------------------------------------------------------------------------------------------------------- encoding
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> Any:
-        """What encodes rows a run at a time: `add(rows) -> Encoded` and, at the end, `close() -> notes`.
+        """Return an encoder that takes rows in chunks: `add(rows) -> Encoded`, and at the end `close() -> notes`.
 
-        how: as `flatshift.finetune.data.encoding.encode`.
+        how: keyword arguments of `flatshift.finetune.data.encoding.encode`.
         """
         from ..data.encoding import RowEncoder
 
         return RowEncoder(self, tokenizer, max_length, **how)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]:
-        """The examples of `rows`, and the classes in head order where it has them.
+        """Encode `rows`; return the examples, and the classes in head order if the task has any.
 
-        Bad rows and those that are cut are told to `to.rest`.
+        Bad and truncated rows are counted in `to.rest`.
 
         Raises:
-            UserError: a label outside the classes, a column that a template needs, a row with nothing to supervise
-                (unless skipped), a longer sample (if refused).
+            UserError: a label outside the classes, a missing column of a template, a row without target tokens (unless
+                skipped), an example that is too long (if refused).
         """
         raise NotImplementedError
 
     def masking(self, tokenizer: PreTrainedTokenizerBase) -> Masking | None:
-        """How tokens are hidden anew each time a row comes up; None where none is.
+        """Return the random masking applied each time a row is drawn; None if the task masks nothing.
 
         Raises:
-            UserError: a tokenizer that cannot hide one.
+            UserError: the tokenizer has no mask token.
         """
         return None
 
     def without_limits(self) -> Self:
-        """The same where any share of rows may lose what is supervised."""
+        """Return the task without limits on the share of rows that may lose target tokens."""
         return self
 
-    # ------------------------------------------------------------------------------------------------- conversations
+    # -------------------------------------------------------------------------------------- tokenizer and chat template
 
     def template_record(self) -> dict[str, str] | None:
-        """`path, sha256` of the chat template that it names, for a manifest; None where it names none.
+        """Return `path, sha256` of the chat template file that the settings name, for a manifest; None if they name
+        none.
 
         Raises:
-            UserError: no such file, or it is not text.
+            UserError: the file does not exist or is not text.
         """
         return None
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Give `tokenizer`, in place, what must be saved with it so that a model is asked as it was trained: of a text
-        it makes what training put before an answer, or the whole row where there is none to write."""
+        """Modify `tokenizer` in place, so that its saved copy encodes a text as training did: the tokens before an
+        answer, or the whole row if the task generates nothing."""
         from ..data.encoding import Specials
         from ..data.post_processor import adopt
 
         specials = Specials.of(tokenizer, begin=not self.encoder_decoder)
-        if self.causal:  # what closes an answer is none of a prompt
+        if self.causal:  # a prompt does not end with the tokens that close an answer
             specials = dataclasses.replace(specials, middle=(), suffix=(), pair_suffix=())
         adopt(tokenizer, specials, pairs=self.is_sequence_level)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
-        """Whether a tokenizer that `prepare_tokenizer` made and that was `saved` and read again gives for `row`, called
-        as everybody calls one, what training read of it as `example`: the whole, or all before an answer."""
+        """Return True if the tokenizer, prepared, `saved` and loaded again, encodes `row` by a plain call to the
+        same ids as in `example`: the whole row, or the part before the answer."""
         ids = list(saved(self.prompt_text(row))["input_ids"])
         return ids == (example.input_ids[: len(ids)] if self.causal else example.input_ids)
 
     # ------------------------------------------------------------------------------------------------------- backbone
 
     def head_settings(self, *, num_labels: int | None, label_names: Sequence[str] | None) -> dict[str, Any]:
-        """Settings of the configuration of its models: the classes of a head."""
+        """Return settings of the model configuration, such as the classes of a head."""
         return {}
 
     # ------------------------------------------------------------------------------------------------------------ loss
 
     def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each example, float32 [B], from logits [B, C] (is_sequence_level)."""
+        """Return the loss of each example, float32 [B], from logits [B, C] (is_sequence_level)."""
         raise NotImplementedError
 
     def answer_losses(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
-        """The loss of each pair, or of each answer (mismatches), (P,) or (R,), from log p of each row's answer (R,)
-        (by_answer)."""
+        """Return the loss of each pair (P,), or of each answer (R,) if is_unpaired, from log p of each row's answer
+        (R,) (by_answer)."""
         raise NotImplementedError
 
     def rewards(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
-        """The implicit reward of each row's answer, (R,), from log p of it (by_answer)."""
+        """Return the implicit reward of each row's answer (R,), from its log p (R,) (by_answer)."""
         raise NotImplementedError
 
     def residuals(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[B, C] float32: targets less outputs, where a row's loss is the sum of their squares (`squares`)."""
+        """Return targets minus outputs, float32 [B, C]; a row's loss is the sum of their squares (`squares`)."""
         raise NotImplementedError
 
     def answered_right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Whether each example is answered right, bool [B], by logits [B, C] (accuracy)."""
+        """Return for each example whether logits [B, C] predict its label, bool [B] (accuracy)."""
         raise NotImplementedError
 
     def shown_label(self, label: Tensor, *, label_names: Sequence[str] | None, units: Units | None) -> str:
-        """The label of one row as the first-batch panel shows it (is_sequence_level)."""
+        """Format the label of one row for the first-batch panel (is_sequence_level)."""
         raise NotImplementedError
 
     @property
     def squares(self) -> bool:
-        """Whether a row's loss is a sum of squares of `residuals`."""
+        """True if a row's loss is the sum of squared `residuals`."""
         return False
 
     @property
     def smoothing(self) -> float:
-        """ε of label smoothing (Szegedy et al. 1512.00567, §7): a token's loss is (1 − ε)·−log p(token) + ε times the
-        mean of −log p over the vocabulary, as transformers' `LabelSmoother` has it."""
+        """ε of label smoothing (Szegedy et al. 1512.00567, §7): a token's loss is (1 − ε)·−log p(token) + ε times
+        the mean of −log p over the vocabulary, as in transformers' `LabelSmoother`."""
         return self.label_smoothing or 0.0
 
     def judged(self) -> Self:
-        """The task as dev and test are judged by it: without what only training is made harder with."""
+        """Return the task for evaluation on dev and test, without settings that only regularise training."""
         return self
 
-    # --------------------------------------------------------------------------------------------------------- judging
+    # ------------------------------------------------------------------------------------------------------- evaluation
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """Figures of a model on encoded examples, each `{value, low, high, n}`; see
+        """Return the metrics of a model on encoded examples, each `{value, low, high, n}`; see
         `flatshift.finetune.evaluate.evaluator.evaluate`.
 
         Raises:
@@ -382,23 +389,23 @@ class BaseTask:
         """
         return judge.perplexity_metrics(examples, *judge.token_nll(examples))
 
-    # ------------------------------------------------------------------------------------------------------ predicting
+    # ------------------------------------------------------------------------------------------------------- prediction
 
     @property
     def answers_in_text(self) -> bool:
-        """Whether what its models say of a row is a text that they write."""
+        """True if the prediction for a row is generated text."""
         return False
 
     def placeholders(self, label_names: Sequence[str] | None) -> dict[str, Any]:
-        """Columns with which a row can be encoded whose answer nobody knows."""
+        """Return placeholder values for label columns, so that rows without a label can be encoded."""
         return {}
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """What a model says of each encoded example, column by column; here how surprised it is by the text: `nats`
-        of all its supervised `tokens`, and their `perplexity`."""
+        """Return the prediction for each encoded example, by column; by default the text's negative log-likelihood
+        in `nats`, its number of target `tokens`, and their `perplexity`."""
         return judge.surprises(*judge.token_nll(examples))
 
-    # --------------------------------------------------------------------------------------------------------- writing
+    # ------------------------------------------------------------------------------------------------------- generation
 
     def check_writes(self) -> None:
         """Raise UserError unless its models continue a prompt."""
@@ -409,19 +416,19 @@ class BaseTask:
             )
 
     def prompt_columns(self) -> tuple[str, ...]:
-        """The columns that a prompt shows. Raises UserError for a malformed template."""
+        """Return the columns used in the prompt. Raises UserError for a malformed template."""
         return self.columns()
 
     def asked_columns(self) -> tuple[str, ...]:
-        """The columns that a row must have for `predict`. Raises UserError for a malformed template."""
+        """Return the columns that a row needs for `predict`. Raises UserError for a malformed template."""
         return self.prompt_columns()
 
     def prompt_text(self, row: Row) -> str:
-        """The prompt of a row. Raises UserError for a column that it cannot show."""
+        """Return the prompt of a row. Raises UserError for a column that it cannot render."""
         return str(row.values["text"])
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """The tokens of a prompt as training put them before an answer, all that the model reads; nothing is cut."""
+        """Return the model's input ids for a prompt, the same as before an answer in training, without truncation."""
         from ..data.encoding import Specials, plain_ids
 
         return [*Specials.of(tokenizer).prefix, *plain_ids(tokenizer, text)]
@@ -429,10 +436,10 @@ class BaseTask:
     def ask_texts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
     ) -> list[Question]:
-        """What the model reads for texts in place of rows, put as its prompts are; `raw`: as they stand.
+        """Return model inputs for texts given instead of rows, formatted as prompts; `raw`: unchanged.
 
         Raises:
-            UserError: a prompt that shows another number of columns than one (unless raw).
+            UserError: the prompt does not have exactly one column (unless raw).
         """
         from ..data.example import Question
 
@@ -443,10 +450,10 @@ class BaseTask:
     def ask(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
     ) -> tuple[list[Question], list[str]]:
-        """What the model reads for each row, and `file:line: reason` of those left out.
+        """Return the model input of each row, and `file:line: reason` of the skipped rows.
 
         Raises:
-            UserError: a row that the prompt cannot show (unless skipped).
+            UserError: a row that the prompt cannot render (unless skipped).
         """
         from ..data.example import Question
 
@@ -454,13 +461,13 @@ class BaseTask:
         return [Question(row.id, text, self.prompt_ids(tokenizer, text)) for row, text in shown], []
 
     def sample_prompt(self) -> str:
-        """A prompt of its form, for a model card."""
+        """Return an example prompt for a model card."""
         return "Once upon a time"
 
     def usage(self, tokenizer: PreTrainedTokenizerBase, label_names: Sequence[str] | None) -> Usage:
-        """How its models are asked as they were trained, for a model card.
+        """Return code for the model card that calls a model with inputs formatted as in training.
 
-        label_names: classes in head order, where it has them.
+        label_names: classes in head order, if the task has any.
         """
         from ..data.encoding import end_token
 
@@ -473,20 +480,21 @@ class BaseTask:
 
 
 class Templated(BaseTask):
-    """A task of two templates over the row's columns: a prompt, and the answer that is supervised."""
+    """Base class of tasks with two templates over a row's columns: a prompt, and an answer that holds the target
+    tokens."""
 
     def templates(self) -> tuple[Template, Template]:
-        """Prompt and answer. Raises UserError for malformed ones."""
+        """Return the templates of prompt and answer. Raises UserError if one is malformed."""
         raise NotImplementedError
 
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name for template in self.templates() for name in template.columns))
 
     def answer_columns(self) -> tuple[str, ...]:
-        """The columns that only the answer shows.
+        """Return the columns used only in the answer.
 
         Raises:
-            UserError: a malformed template, or an answer without a column of its own.
+            UserError: a malformed template, or an answer without a column that the prompt lacks.
         """
         prompt, answer = self.templates()
         own = tuple(name for name in answer.columns if name not in prompt.columns)
@@ -500,7 +508,7 @@ class Templated(BaseTask):
     def with_noise(
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
-        """Other classes where those are known, else the answers of rows that have another one."""
+        """Replace labels by other classes if `label_names` is given, else by answers of rows with a different one."""
         from ..data.noise import foreign_answers, noisy_rows
 
         if label_names is not None:
@@ -539,7 +547,7 @@ class Templated(BaseTask):
 
 
 class ByExample(BaseTask):
-    """A task with a new head over `text` (or the pair `text`, `text2`), which answers for the whole row."""
+    """Base class of tasks with a new head over `text` (or the pair `text`, `text2`) that predicts for the whole row."""
 
     is_sequence_level: ClassVar[bool] = True
     new_head: ClassVar[bool] = True
@@ -565,7 +573,7 @@ class ByExample(BaseTask):
         return ("text",)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
-        """Cut as in training by `truncation=True`."""
+        """Compare with the tokenizer's own truncation, which cuts as training does."""
         texts = [row.values["text"], *filter(None, [row.values.get("text2")])]
         return list(saved(*texts, truncation=True, max_length=max_length)["input_ids"]) == example.input_ids
 

@@ -1,4 +1,4 @@
-"""`task.kind: chat`."""
+"""`task.kind: chat`: conversations."""
 
 from __future__ import annotations
 
@@ -25,39 +25,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(BaseTask):
-    """Causal language modelling of conversations: what the assistant says is supervised, with the end of each turn."""
+    """Causal language modelling of conversations; the target tokens are the assistant's turns, including their end
+    tokens."""
 
     kind: Literal["chat"] = "chat"
     turns: Literal["all", "last"] = "all"
-    """Which turns of the assistant are supervised."""
+    """Turns of the assistant to train on."""
     template: str = "auto"
-    """Form of a conversation. `auto`: by the tokenizer's own chat template; where it has none by `base`. A file
-    of Jinja text, or one that ships: `base` (<|user|>, <|assistant|> and tools in plain text), `plain` (User: …,
-    Assistant: …), `alpaca`, which need no token but the end of sequence; `chatml`, `hermes` (ChatML with tools),
-    `llama3`, `gemma`, `mistral`, for backbones that know their tokens."""
+    """Chat template. `auto`: the tokenizer's own, or `base` if it has none. Otherwise a Jinja file, or one that
+    ships: `base` (<|user|>, <|assistant|> and tools in plain text), `plain` (User: …, Assistant: …) and `alpaca`,
+    which need no special token except the end of sequence; `chatml`, `hermes` (ChatML with tools), `llama3`, `gemma`
+    and `mistral`, for backbones that know their tokens."""
     template_arguments: dict[str, Any] | None = None
-    """Variables that the template reads, as {enable_thinking: false}, in training and ever after."""
+    """Variables passed to the template, such as {enable_thinking: false}, in training and at inference."""
     system: str | None = None
-    """System turn for the rows that have none."""
+    """System turn for rows that have none."""
     date: str | None = None
-    """What templates that write today's date are told, as YYYY-MM-DD; they need it, so that a resumed run sees the
-    same rows."""
+    """Date (YYYY-MM-DD) given to templates that print today's date. Required for these, so that a resumed run sees
+    the same rows."""
     pack: bool = True
-    """Fill rows of `train.max_length` with several samples; no sample attends to another."""
+    """Pack several examples into each row of `train.max_length` tokens; examples do not attend to each other."""
     score: Literal["perplexity", "generate"] = "perplexity"
-    """How dev and test are judged besides perplexity: `generate` the last turn greedily and compare (exact match)."""
+    """Evaluation on dev and test in addition to perplexity: `generate` produces the last turn greedily and compares
+    it (exact match)."""
     max_new_tokens: int = 64
-    """Longest generated answer, tokens (score: generate)."""
+    """Maximum length of a generated answer in tokens (score: generate)."""
     empty_thoughts: bool = False
-    """Supervise thoughts without a word (`<think></think>`), which some templates put before answers that have none."""
+    """Train on empty thoughts (`<think></think>`), which some templates insert before answers without any."""
     metrics: tuple[str, ...] = ()
-    """What answers are judged by besides (score: generate): `numeric_match` (the last number, or the one after `####`),
-    `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
+    """Additional metrics of generated answers (score: generate): `numeric_match` (the last number, or the one after
+    `####`), `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
     max_truncated: float = 0.1
-    """Largest share of rows with an answer that `train.max_length` cuts; more is refused."""
+    """Maximum share of rows whose answer may be truncated at `train.max_length`; the run stops if there are more."""
     max_unsupervised: float = 0.01
-    """Largest share of rows that `train.max_length` leaves without a supervised token; these are left out, more is
-    refused."""
+    """Maximum share of rows that may have no target token left after truncation at `train.max_length`. These rows
+    are dropped; the run stops if there are more."""
 
     causal: ClassVar[bool] = True
     backbone: ClassVar[Literal["decoder"]] = "decoder"
@@ -97,8 +99,8 @@ class Chat(BaseTask):
         return ("tools", "system")
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> ChatEncoder:
-        """The conversation as a chat template writes it; what the assistant has to write is supervised
-        (`flatshift.finetune.data.chat`)."""
+        """Return an encoder that renders conversations with a chat template and marks the assistant's tokens as
+        targets (`flatshift.finetune.data.chat`)."""
         from ..data.chat.encode import ChatEncoder
 
         own = {name: how[name] for name in ("bad_rows", "truncation", "overlong") if name in how}
@@ -113,17 +115,18 @@ class Chat(BaseTask):
         return template_record(self)
 
     def prepare_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Make the task's own template, with its arguments, the tokenizer's."""
+        """Store the task's template and its arguments in the tokenizer."""
         from ..data.chat.template import set_template
 
         set_template(tokenizer, self)
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
-        """By the text that its chat template writes, blanks aside: tokens that an answer begins inside of are cut apart
-        in training. One that writes today's date is not compared."""
+        """Compare the text that the chat template renders, ignoring whitespace, because training splits tokens at
+        the start of an answer. A template that prints today's date is not compared."""
         from ..data.chat.conversation import read_conversation
         from ..data.chat.template import ChatTemplate
 
+        # Unknown tokens do not decode to the original text.
         if self.date is not None or saved.unk_token_id in example.input_ids:
             return True
         talk = read_conversation(row, system=self.system)
@@ -137,14 +140,14 @@ class Chat(BaseTask):
         return True
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """As a language model's; with `score: generate` also `exact_match` of each row's last answer."""
+        """Evaluate as a language model; with `score: generate` also `exact_match` of each row's last answer."""
         figures = super().judge(judge, examples)
         return figures | judge.answers(examples) if self.score == "generate" else figures
 
     def ask_texts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
     ) -> list[Question]:
-        """Each text as the first turn of a user; `raw`: as a conversation that its template has written."""
+        """Return each text as the first user turn; `raw`: as a conversation that is already rendered."""
         from ..data.chat.encode import ask, question
 
         if raw:
@@ -155,7 +158,7 @@ class Chat(BaseTask):
     def ask(
         self, rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, *, bad_rows: str = "refuse"
     ) -> tuple[list[Question], list[str]]:
-        """Conversations that wait for an answer; a row's own last answer is left out."""
+        """Return conversations that wait for an answer; a row's own last answer is removed."""
         from ..data.chat.encode import ask
 
         return ask(rows, task=self, tokenizer=tokenizer, bad_rows=bad_rows)
@@ -164,7 +167,7 @@ class Chat(BaseTask):
         from ..data.encoding import end_token
 
         ends = {end_token(tokenizer)}
-        with contextlib.suppress(UserError):  # an end of turn in ordinary tokens is none that could stop
+        with contextlib.suppress(UserError):  # an end of turn in ordinary tokens cannot stop generation
             ends |= {one.stop for one in self.ask_texts(["some text"], tokenizer)}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         return Usage(
@@ -183,7 +186,8 @@ _RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_messa
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for `template_arguments` that are none: what rendering sets itself, or what JSON cannot hold."""
+    """Raise ValueError for invalid `template_arguments`: variables that rendering sets itself, or values that JSON
+    cannot hold."""
     for name, value in arguments.items():
         if not name.isidentifier() or name in _RENDERED or name.endswith("_token"):
             raise ValueError(f"template_arguments cannot set {name!r}; name a variable of the template's own")

@@ -1,4 +1,4 @@
-"""`task.kind: classify`: one class a row, or with `multi` any number of them."""
+"""`task.kind: classify`: one class per row, or with `multi` any number."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Classify(ByExample):
 
     kind: Literal["classify"] = "classify"
     labels: tuple[str, ...] | None = None
-    """Class names in head order; by default the sorted labels of all training rows, those beyond `limit` too."""
+    """Class names in head order. Default: the sorted labels of all training rows, including those beyond `limit`."""
     multi: bool | None = None
-    """A row has any number of classes, or none: `label` is a list of them, or a text that `separator` divides. Each
-    class is a yes or no of its own; a row's loss is the sum of their binary cross entropies."""
+    """Multi-label: a row has any number of classes, or none; `label` is a list, or a text split at `separator`. The
+    loss of a row is the sum of binary cross entropies over classes."""
     separator: str | None = None
-    """Between the classes of a label that is a text (multi); blanks around it do not count. Null: a comma."""
+    """Separator of classes in a label given as text (multi); surrounding whitespace is ignored. Null: a comma."""
 
     loss: Literal["squared"] | None = None
-    """`squared`: Σ_c (output − 1 for the row's class, 0 for the others)², as studies of least squares have it; a class
-    is still told by its highest output. Null: cross entropy."""
+    """`squared`: Σ_c (output − 1 for the row's class, 0 for the others)², as in studies of least squares; the
+    prediction is still the highest output. Null: cross entropy."""
 
     accuracy: ClassVar[bool] = True
     loss_unit: ClassVar[str] = "nats per example"
@@ -89,7 +89,7 @@ class Classify(ByExample):
         return self.replace(labels=names)
 
     def read_label(self, value: Any) -> str | tuple[str, ...]:
-        """A class, or with `multi` a sorted tuple of them."""
+        """Return a class, or with `multi` a sorted tuple of classes."""
         from ..data.labels import read_classes
 
         return read_classes(value, separator=self.separator or ",") if self.multi else super().read_label(value)
@@ -97,7 +97,7 @@ class Classify(ByExample):
     def with_noise(
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
-        """Another class; with `multi` the classes of a row that has others."""
+        """Replace the label by another class; with `multi` by the classes of a row with other ones."""
         from ..data.noise import foreign_answers, noisy_rows
 
         if self.multi:
@@ -106,7 +106,7 @@ class Classify(ByExample):
         return noisy_rows(rows, rate=rate, label_names=label_names, seed=seed)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...]]:
-        """The tokenizer's own template around one text or a pair. Too long: the longer text loses its right end
+        """Encode a text or a pair with the tokenizer's own special tokens. If too long, the longer text is truncated
         first."""
         from ..data.labels import class_indices, several_hot
 
@@ -123,13 +123,13 @@ class Classify(ByExample):
             "num_labels": len(names),
             "id2label": dict(enumerate(names)),
             "label2id": {label: i for i, label in enumerate(names)},
-            # a checkpoint's own problem_type is of its old head
+            # override the problem_type that the checkpoint had for its old head
             "problem_type": "multi_label_classification" if self.multi else "single_label_classification",
         }
 
     def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cross entropy with the classes [B]; with `multi` the sum over classes of the binary cross entropies with 0
-        and 1 [B, C] (transformers' `multi_label_classification` takes their mean: ours is C times it)."""
+        """Return the cross entropy with classes [B]; with `multi` the sum over classes of binary cross entropies
+        with 0/1 labels [B, C] (transformers' `multi_label_classification` averages: ours is C times as large)."""
         import torch.nn.functional as F
 
         if self.multi:
@@ -139,7 +139,7 @@ class Classify(ByExample):
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
     def answered_right(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """By its likeliest class, or with `multi` by exactly those classes whose logit is above 0 (a probability above
+        """Compare the likeliest class; with `multi` the exact set of classes with a logit above 0 (probability above
         one half)."""
         if self.multi:
             return ((logits > 0) == (labels > 0)).all(dim=1)
@@ -162,14 +162,14 @@ class Classify(ByExample):
         return {"label": () if self.multi else (label_names or ("",))[0]}
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """`label` and its `probability` (softmax), with `multi` the `labels` whose own probability is above one half;
-        and `p_NAME`, the probability of each class."""
+        """Return `label` and its `probability` (softmax), or with `multi` the `labels` with a probability above one
+        half; and `p_NAME`, the probability of each class."""
         return self._said(judge.head(examples)[1], judge)
 
     def _said(self, logits: Any, judge: Evaluator) -> dict[str, list[Any]]:
         from scipy.special import expit
 
-        if self.squares:  # outputs are no odds
+        if self.squares:  # outputs are not log-odds, so there are no probabilities
             names = judge.names(logits.shape[1])
             scores = {f"output_{name}": logits[:, k].tolist() for k, name in enumerate(names)}
             return {"label": [names[k] for k in logits.argmax(axis=1)]} | scores
@@ -187,8 +187,9 @@ class Classify(ByExample):
         return ("loss", *own, *names_of("sets" if self.multi else "classes"))
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """`loss` (nats per example), `unexplained` (of a squared loss: its share of the labels' variance), `accuracy,
-        f1_macro, matthews, majority_floor`; with `multi` as `flatshift.finetune.evaluate.multilabel.judge_sets`."""
+        """Return `loss` (nats per example), for a squared loss `unexplained` (its share of the labels' variance),
+        and `accuracy, f1_macro, matthews, majority_floor`; with `multi` instead the metrics of
+        `flatshift.finetune.evaluate.multilabel.judge_sets`."""
         import numpy as np
 
         from ..evaluate.multilabel import judge_sets

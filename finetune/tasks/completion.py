@@ -1,4 +1,4 @@
-"""`task.kind: completion`."""
+"""`task.kind: completion`: a prompt and an answer."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion(Templated):
-    """Causal language modelling of an answer: only the completion is supervised."""
+    """Causal language modelling of an answer: only completion tokens are target tokens."""
 
     kind: Literal["completion"] = "completion"
     prompt: str = "{text}"
-    """Template over the row's columns, not supervised."""
+    """Template of the prompt over the row's columns; its tokens are not trained on."""
     completion: str = " {label}"
-    """Template over the row's columns, supervised, followed by the end-of-sequence token."""
+    """Template of the answer over the row's columns; trained on, followed by the end-of-sequence token."""
     pack: bool = True
-    """Fill rows of `train.max_length` with several samples; no sample attends to another."""
+    """Pack several examples into each row of `train.max_length` tokens; examples do not attend to each other."""
     score: Literal["perplexity", "rank", "generate"] = "perplexity"
-    """How dev and test are judged besides perplexity: `rank` the completions of all labels by likelihood
+    """Evaluation on dev and test in addition to perplexity: `rank` the completions of all labels by likelihood
     (accuracy, F1, Matthews), or `generate` greedily and compare (exact match)."""
     max_new_tokens: int = 64
-    """Longest generated answer, tokens (score: generate)."""
+    """Maximum length of a generated answer in tokens (score: generate)."""
     metrics: tuple[str, ...] = ()
-    """What answers are judged by besides (score: generate): `numeric_match` (the last number, or the one after `####`),
-    `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
+    """Additional metrics of generated answers (score: generate): `numeric_match` (the last number, or the one after
+    `####`), `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
     max_truncated: float | None = None
-    """Largest share of rows whose completion `train.max_length` cuts; more is refused. Null: 0.1."""
+    """Maximum share of rows whose completion may be truncated at `train.max_length`; the run stops if there are
+    more. Null: 0.1."""
 
     causal: ClassVar[bool] = True
     backbone: ClassVar[Literal["decoder"]] = "decoder"
@@ -71,11 +72,11 @@ class Completion(Templated):
         return self.score == "rank"
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], tuple[str, ...] | None]:
-        """`prefix prompt completion eos`; the completion and its eos are supervised.
+        """Encode as `prefix prompt completion eos`; the completion and its eos are target tokens.
 
-        Prompt and completion are tokenised apart and joined, so no token spans the boundary and generation continues
-        from exactly this prompt. Too long: the prompt loses its left (or the end that `train.truncation` names), then
-        the completion its right.
+        Prompt and completion are tokenised separately and joined, so no token spans the boundary and generation
+        continues from exactly this prompt. If too long, the prompt is truncated from the left (or the side given by
+        `train.truncation`), then the completion from the right.
         """
         names = None
         if self.score == "rank":
@@ -95,7 +96,10 @@ class Completion(Templated):
     def _made(
         self, rows: Sequence[Row], filled: Sequence[Sequence[str]], choices: _Choices, to: RowEncoder
     ) -> list[Made]:
-        """filled: prompt and answer of each row."""
+        """Encode a chunk of rows.
+
+        filled: prompt and answer of each row.
+        """
         from ..data.encoding import Truncation
         from ..data.example import IGNORE, Example
         from ..data.labels import label_index
@@ -109,7 +113,7 @@ class Completion(Templated):
         of_rows = choices.of(rows)
         for i, (row, prompt, ids) in enumerate(zip(rows, prompts, batch["input_ids"], strict=True)):
             mine = of_rows[i]
-            # All choices follow one prompt, so it is cut for the longest of them.
+            # All choices share one prompt, so it is truncated to leave room for the longest of them.
             reserve = max(map(len, mine)) if mine else 0
             context, kept, shorter = fit_completion(
                 prefix, prompt, [*ids, *to.end], to.max_length, reserve=reserve, left=to.left
@@ -126,7 +130,7 @@ class Completion(Templated):
             if not context and self.score != "perplexity":
                 made.append((f"the prompt is empty, so score: {self.score} has nothing to start from", cut))
                 continue
-            # Without any context the first token of the answer has nothing that could predict it.
+            # Without context, nothing predicts the first token of the answer.
             labels = [IGNORE] * len(context) + kept if context else [IGNORE, *kept[1:]]
             example = Example(
                 [*context, *kept],
@@ -149,11 +153,12 @@ class Completion(Templated):
         return {"label": (label_names or ("",))[0]}
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """The likeliest class, as `Classify.predict`, its probability among the completions (score: rank)."""
+        """Return the likeliest class and its probability among the completions, in the columns of `Classify.predict`
+        (score: rank)."""
         return judge.chosen(judge.ranks(examples))
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """As a language model's; with `score: rank` also `accuracy, f1_macro, matthews, majority_floor`, with
+        """Evaluate as a language model; with `score: rank` also `accuracy, f1_macro, matthews, majority_floor`, with
         `score: generate` also `exact_match`."""
         if self.score == "rank":
             return judge.ranked(examples)
@@ -162,20 +167,21 @@ class Completion(Templated):
 
 
 class _Choices:
-    """The completions of all classes, in head order."""
+    """Tokenised completions of all classes, in head order."""
 
     def __init__(self, template: Template, names: tuple[str, ...] | None, to: RowEncoder) -> None:
-        """names: the classes; None: there is nothing to choose."""
+        """names: the classes; None: rows have no choices."""
         self.template, self.names, self.to = template, names, to
         self._known: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def of(self, rows: Sequence[Row]) -> list[Any]:
-        """Those of each row, ((token, …), …) or None; rows whose texts agree share one tuple."""
+        """Return the completions of each row, ((token, …), …) or None; rows with the same texts share one tuple."""
         if self.names is None:
             return [None] * len(rows)
         to = self.to
         texts = [tuple(self.template.fill(row, label=name) for name in self.names) for row in rows]
         for all_of_row in set(texts) - self._known.keys():
             encoded = to.tokens(list(all_of_row))["input_ids"]
+            # Leave room for at least one token of context.
             self._known[all_of_row] = tuple((*ids, *to.end)[: to.max_length - 1] for ids in encoded)
         return [self._known[all_of_row] for all_of_row in texts]

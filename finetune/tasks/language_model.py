@@ -1,4 +1,4 @@
-"""`task.kind: language-model`."""
+"""`task.kind: language-model`: plain text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel(BaseTask):
-    """Plain causal language modelling: every token of `text` is supervised."""
+    """Plain causal language modelling: every token of `text` is a target token."""
 
     kind: Literal["language-model"] = "language-model"
     pack: bool = True
-    """Fill rows of `train.max_length` with several samples; no sample attends to another."""
+    """Pack several examples into each row of `train.max_length` tokens; examples do not attend to each other."""
 
     causal: ClassVar[bool] = True
     backbone: ClassVar[Literal["decoder"]] = "decoder"
@@ -33,13 +33,13 @@ class LanguageModel(BaseTask):
     soft_tokens: ClassVar[bool] = True
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """As any text's, with intervals over documents where those were read in pieces."""
+        """Evaluate perplexity; intervals are over documents if these were split into pieces."""
         from ..data.example import documents_of
 
         return judge.perplexity_metrics(examples, *judge.token_nll(examples), documents=documents_of(examples))
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """As `Objective.predict`; the first piece of a document speaks for all of it."""
+        """Return the columns of `BaseTask.predict`; the first piece of a document has the sums over all its pieces."""
         from ..data.example import documents_of, summed
 
         nats, tokens = judge.token_nll(examples)
@@ -48,9 +48,9 @@ class LanguageModel(BaseTask):
         return judge.surprises(nats, tokens)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
-        """`prefix text eos`; every token after the first is supervised. Too long: the text loses its end, or is read in
-        pieces (`train.overlong: split`), each behind the prefix and the last token of the one before, so that every
-        token of the document is supervised once."""
+        """Encode as `prefix text eos`; every token after the first is a target token. If too long, the text is
+        truncated, or split into pieces (`train.overlong: split`): each starts with the prefix and the last token of
+        the previous piece, so that every token of the document is a target token once."""
         return to.samples(rows, (), lambda chunk, _: _documents(chunk, to)), None
 
 
@@ -82,7 +82,8 @@ def _documents(rows: Sequence[Row], to: RowEncoder) -> list[Made]:
 
 
 def _pieces(row: Row, text: str, content: list[int], batch: Any, i: int, to: RowEncoder) -> Iterator[Example]:
-    """Consecutive pieces of a document that is longer than a row; content: its tokens with those that end it."""
+    """Yield consecutive pieces of a document that is longer than a row; content: its tokens including the end
+    tokens."""
     from ..data.example import IGNORE, Example, piece
 
     prefix, length = list(to.specials.prefix), len(batch["input_ids"][i])

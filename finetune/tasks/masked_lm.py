@@ -1,4 +1,4 @@
-"""`task.kind: masked-lm`."""
+"""`task.kind: masked-lm`: masked tokens of a text."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MaskedLM(BaseTask):
-    """Masked language modelling of an encoder (BERT): some tokens of `text` are hidden and supervised."""
+    """Masked language modelling of an encoder (BERT): some tokens of `text` are masked and predicted."""
 
     kind: Literal["masked-lm"] = "masked-lm"
     share: float = 0.15
-    """Share of a row's tokens that are chosen (at least one): the number is exact, special tokens do not count. Of the
-    chosen 80 % become the mask token, 10 % a random token, 10 % stay (BERT). Training draws anew in every epoch;
-    judged rows keep one draw, which no seed changes."""
+    """Share of a row's tokens that are chosen (at least one); the number is exact, special tokens do not count. Of
+    the chosen, 80 % become the mask token, 10 % a random token, and 10 % stay (BERT). Training draws new masks in
+    every epoch; rows for evaluation keep a fixed mask that is independent of the seed."""
     whole_words: bool = False
-    """Choose words with all their tokens, in random order, as far as they fit the share."""
+    """Choose whole words with all their tokens, in random order, as long as they fit the share."""
 
     backbone: ClassVar[Literal["encoder"]] = "encoder"
     modelling: ClassVar[str] = "masked language modelling"
@@ -61,14 +61,14 @@ class MaskedLM(BaseTask):
         return Masking.of(self, tokenizer)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
-        """The tokenizer's own template around the text, some of whose tokens are hidden and supervised
-        (`flatshift.finetune.data.masking`). Too long: the text loses its end, or is read in pieces (`train.overlong:
-        split`)."""
+        """Encode the text with the tokenizer's own special tokens and mask some tokens as targets
+        (`flatshift.finetune.data.masking`). If too long, the text is truncated, or split into pieces
+        (`train.overlong: split`)."""
         masking = self.masking(to.tokenizer)
         return to.samples(rows, (), lambda chunk, _: _masked(chunk, to, masking)), None
 
     def reads_same(self, saved: PreTrainedTokenizerBase, row: Row, example: Example, max_length: int) -> bool:
-        """With the tokens that are hidden put back."""
+        """Compare after masked tokens are restored."""
         from ..data.example import IGNORE
 
         assert isinstance(example.labels, list)
@@ -83,7 +83,7 @@ class MaskedLM(BaseTask):
         return names_of("hidden")
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """`loss` (nats per hidden token), `pseudo_perplexity` (its exponential)."""
+        """Return `loss` (nats per masked token) and `pseudo_perplexity` (its exponential)."""
         from ..data.example import documents_of
 
         return judge.perplexity_metrics(
@@ -131,7 +131,7 @@ def _masked(rows: Sequence[Row], to: RowEncoder, masking: Masking) -> list[Made]
 def _hidden(
     ids: Sequence[int], words: Sequence[int], name: str, where: str, to: RowEncoder, masking: Masking
 ) -> Example | None:
-    """The tokenizer's template around the tokens of some words; None where none of them could be hidden."""
+    """Return the masked example of some tokens with special tokens around them; None if none of them can be masked."""
     import numpy as np
 
     from ..data.example import Example

@@ -1,4 +1,4 @@
-"""`task.kind: preference`: of two answers to a prompt the better one, or single ones that are liked or not."""
+"""`task.kind: preference`: pairs of a chosen and a rejected answer, or single answers with a verdict."""
 
 from __future__ import annotations
 
@@ -40,45 +40,47 @@ _TRUE, _FALSE = ("true", "1", "1.0"), ("false", "0", "0.0")
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Templated):
-    """Of two answers to a prompt (`prompt, chosen, rejected`) make the chosen one likelier; kto: also single ones."""
+    """Preference training: make the chosen answer to a prompt likelier than the rejected one (`prompt, chosen,
+    rejected`); kto also takes single answers."""
 
     kind: Literal["preference"] = "preference"
     loss: Literal["dpo", "ipo", "kto", "simpo", "orpo"] = "dpo"
-    """`dpo` (2305.18290), `ipo` (2310.12036, per token) and `kto` (2402.01306) compare with the backbone, the adapter
-    off; `simpo` (2405.14734) and `orpo` (2403.07691) with nothing, which saves a forward pass."""
+    """`dpo` (2305.18290), `ipo` (2310.12036, per token) and `kto` (2402.01306) compare with the base model, run with
+    the adapter off; `simpo` (2405.14734) and `orpo` (2403.07691) need no reference, which saves a forward pass."""
     beta: float | None = None
-    """Nats of reward for a nat of log-likelihood (ipo: its τ; simpo: of the mean over an answer's tokens). Smaller lets
-    the model go further from the backbone. Null: 0.1, of simpo 2."""
+    """Reward per nat of log-likelihood (ipo: its τ; simpo: of the mean over an answer's tokens). Smaller values let
+    the model move further from the base model. Null: 0.1; for simpo 2."""
     label_smoothing: float | None = None
-    """Share of pairs that are believed to be the wrong way round (dpo: cDPO, 2306.12929; simpo). Null: 0."""
+    """Assumed share of pairs with swapped answers (dpo: cDPO, 2306.12929; simpo). Null: 0."""
     per_token: bool = False
-    """dpo: divide each answer's log-ratio by its tokens. ipo, simpo and orpo always do, kto never."""
+    """dpo: divide each answer's log-ratio by its number of tokens. ipo, simpo and orpo always do, kto never."""
     gamma: float | None = None
-    """simpo: the margin that the chosen answer's reward must be ahead by. Null: half of beta."""
+    """simpo: margin by which the chosen answer's reward must exceed the rejected one's. Null: half of beta."""
     odds_weight: float | None = None
-    """orpo: weight λ of the odds ratio beside the chosen answer's nats per token. Null: 0.1."""
+    """orpo: weight λ of the odds ratio, added to the chosen answer's nats per token. Null: 0.1."""
     desirable_weight: float | None = None
-    """kto: weight of answers to have more of. Null: 1."""
+    """kto: weight of desirable answers. Null: 1."""
     undesirable_weight: float | None = None
-    """kto: weight of answers to have less of. Null: 1."""
+    """kto: weight of undesirable answers. Null: 1."""
     prompt: str = "{prompt}"
-    """Template over the row's columns, not supervised."""
+    """Template of the prompt over the row's columns; its tokens are not trained on."""
     answer: str = "{answer}"
-    """How an answer is written behind it: `{answer}` is what stands in `chosen`, `rejected` or `completion`. The
-    end-of-sequence token follows."""
+    """Template of an answer, placed after the prompt: `{answer}` stands for the value of `chosen`, `rejected` or
+    `completion`. The end-of-sequence token follows."""
     chat: bool = False
-    """Rows are conversations (lists of turns, or texts that are a turn each), written by a chat template instead of
-    `prompt` and `answer`."""
+    """Rows are conversations (lists of turns, or texts that are one turn each), rendered by a chat template instead
+    of `prompt` and `answer`."""
     template: str = "auto"
-    """chat: as of task.kind: chat; `auto`: the tokenizer's own chat template, else `base`."""
+    """chat: chat template, as for task.kind: chat; `auto`: the tokenizer's own, or `base` if it has none."""
     template_arguments: dict[str, Any] | None = None
-    """chat: as of task.kind: chat."""
+    """chat: variables passed to the template, as for task.kind: chat."""
     system: str | None = None
-    """chat: system turn for the rows that have none."""
+    """chat: system turn for rows that have none."""
     date: str | None = None
-    """chat: what templates that write today's date are told, as YYYY-MM-DD."""
+    """chat: date (YYYY-MM-DD) given to templates that print today's date."""
     max_truncated: float | None = None
-    """Largest share of rows with an answer that `train.max_length` cuts; more is refused. Null: 0.1."""
+    """Maximum share of rows with an answer truncated at `train.max_length`; the run stops if there are more. Null:
+    0.1."""
 
     by_answer: ClassVar[bool] = True
     rows_of_example: ClassVar[int] = 2
@@ -114,13 +116,13 @@ class Preference(Templated):
                 "to '{prompt}' and '{answer}'"
             )
         if self.chat:
-            _ = self.as_chat  # refuses a date or arguments that are none
+            _ = self.as_chat  # raises for an invalid date or arguments
 
-    # ---------------------------------------------------------------------------------------------------- what it is
+    # ------------------------------------------------------------------------------------------- properties of the kind
 
     @property
     def as_chat(self) -> Chat:
-        """The conversation that an answer ends (chat)."""
+        """Chat task that encodes prompt and answer as a conversation with the answer as its last turn (chat)."""
         return Chat(
             turns="last",
             template=self.template,
@@ -133,7 +135,7 @@ class Preference(Templated):
 
     @property
     def scale(self) -> float:
-        """Reward of a nat: β; of orpo, which has none, 1."""
+        """β, the reward per nat; 1 for orpo, which has no β."""
         return _BETA.get(self.loss, 1.0) if self.beta is None else self.beta
 
     @property
@@ -154,7 +156,7 @@ class Preference(Templated):
 
     @property
     def smoothing(self) -> float:
-        return 0.0  # of tokens; `label_smoothing` is of pairs
+        return 0.0  # the base property smooths tokens; `label_smoothing` here applies to pairs
 
     def judged(self) -> Self:
         return self if self.label_smoothing is None else self.replace(label_smoothing=None)
@@ -195,7 +197,7 @@ class Preference(Templated):
 
     def columns(self) -> tuple[str, ...]:
         own = () if self.chat else (name for name in self.templates()[1].columns if name != "answer")
-        answers = () if self.is_unpaired else ("chosen", "rejected")  # kto: either those, or completion and label
+        answers = () if self.is_unpaired else ("chosen", "rejected")  # kto takes either these or completion and label
         return tuple(dict.fromkeys((*self.prompt_columns(), *answers, *own)))
 
     def asked_columns(self) -> tuple[str, ...]:
@@ -206,7 +208,7 @@ class Preference(Templated):
         return (*single, "tools", "system") if self.chat else single
 
     def read_label(self, value: Any) -> Any:
-        """kto: whether an answer is desirable, from true, false, 1, 0 or such a text."""
+        """Return for kto whether an answer is desirable, from true, false, 1, 0 or such a text."""
         if not self.is_unpaired:
             return super().read_label(value)
         said = str(value).strip().lower()
@@ -220,7 +222,7 @@ class Preference(Templated):
     def with_noise(
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
-        """The better answer called the worse."""
+        """Swap the chosen and the rejected answer."""
         from ..data.noise import exchanged_rows
         from ..data.preference import exchanged
 
@@ -229,10 +231,11 @@ class Preference(Templated):
     # ------------------------------------------------------------------------------------------------------- encoding
 
     def encoder(self, tokenizer: PreTrainedTokenizerBase, max_length: int, **how: Any) -> PreferenceEncoder:
-        """Both answers behind their prompt, each supervised with the end that follows it
+        """Return an encoder of both answers after their prompt; an answer and the end token after it are target tokens
         (`flatshift.finetune.data.preference`).
 
-        Too long: as a completion or a chat; the prompt is cut for the longer answer."""
+        If too long, truncated as a completion or a chat; the prompt is cut to fit the longer answer.
+        """
         from ..data.preference import PreferenceEncoder
 
         return PreferenceEncoder(self, tokenizer, max_length, **how)
@@ -258,14 +261,15 @@ class Preference(Templated):
     # ------------------------------------------------------------------------------------------------------------ loss
 
     def rewards(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
-        """The implicit reward of each row's answer, (R,): β·(log p − log p of the backbone), without a reference
-        β·log p; divided by its tokens where the loss does."""
+        """Return the implicit reward of each row's answer (R,): β·(log p − log p of the base model), or β·log p
+        without a reference; divided by its tokens if the loss is per token."""
         from_reference = log_probs if sides.reference is None else log_probs - sides.reference
         divided = self.per_token or self.loss in ("ipo", "simpo", "orpo")
         return self.scale * (from_reference / sides.lengths if divided else from_reference)
 
     def answer_losses(self, log_probs: Tensor, sides: PreferenceTargets) -> Tensor:
-        """Of each pair; kto: of each answer, λ·(1 − σ(±(reward − β·z0))), z0 the update's drift."""
+        """Return the loss of each pair; kto: of each answer, λ·(1 − σ(±(reward − β·z0))) with z0 the drift of the
+        optimizer step."""
         from torch.nn.functional import logsigmoid
 
         rewards = self.rewards(log_probs, sides)
@@ -276,8 +280,9 @@ class Preference(Templated):
             return weights * (1 - (sides.signs * (rewards - self.scale * sides.drift)).sigmoid())
         chosen, rejected = rewards.view(-1, 2).unbind(1)
         if self.loss == "ipo":
+            # rewards include β, but IPO's loss is on plain log-ratios
             return ((chosen - rejected) / self.scale - 1 / (2 * self.scale)).square()
-        if self.loss == "orpo":  # rewards are mean log p of a token
+        if self.loss == "orpo":  # rewards are the mean log p per token
             odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
             return -chosen - (0.1 if self.odds_weight is None else self.odds_weight) * logsigmoid(odds)
         margin = chosen - rejected
@@ -286,17 +291,18 @@ class Preference(Templated):
         wrong = self.label_smoothing or 0.0
         return -(1 - wrong) * logsigmoid(margin) - wrong * logsigmoid(-margin)
 
-    # --------------------------------------------------------------------------------------------------------- judging
+    # ------------------------------------------------------------------------------------------------------- evaluation
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """`loss` per pair or answer, and as `flatshift.finetune.evaluate.preference.judge_answers`."""
+        """Return `loss` per pair or answer, and the metrics of
+        `flatshift.finetune.evaluate.preference.judge_answers`."""
         from ..evaluate.preference import judge_answers
 
         return judge_answers(judge, examples)
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """`chosen_reward, rejected_reward`, their `reward_margin`, and which answer the model has as `preferred`; of a
-        row's only answer its `reward`."""
+        """Return `chosen_reward, rejected_reward`, their `reward_margin`, and the answer that the model prefers as
+        `preferred`; for single answers only `reward`."""
         from ..evaluate.preference import answer_scores
 
         found = answer_scores(judge, examples)
@@ -310,7 +316,7 @@ class Preference(Templated):
             "preferred": ["chosen" if ahead else "rejected" for ahead in chosen > rejected],
         }
 
-    # --------------------------------------------------------------------------------------------------------- writing
+    # ------------------------------------------------------------------------------------------------------- generation
 
     def ask_texts(
         self, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, raw: bool = False
@@ -340,11 +346,13 @@ class Preference(Templated):
 
 
 def _log1mexp(x: Tensor) -> Tensor:
-    """log(1 − exp x) for x < 0, by whichever of both ways is exact there (Mächler 2012); 0 is the float below it."""
+    """Return log(1 − exp x) for x < 0, by the formula that is accurate at x (Mächler 2012); 0 is replaced by the
+    largest negative float."""
     import torch
 
     x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     small = x > -0.6931471805599453
-    far = torch.where(small, torch.full_like(x, -1.0), x)  # no infinite gradient of the way not taken
+    # torch.where also backpropagates through the branch not taken: keep its gradient finite.
+    far = torch.where(small, torch.full_like(x, -1.0), x)
     near = torch.where(small, x, torch.full_like(x, -0.1))
     return torch.where(small, (-torch.expm1(near)).log(), torch.log1p(-far.exp()))

@@ -1,4 +1,4 @@
-"""`task.kind: regress`."""
+"""`task.kind: regress`: a number per row."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Regress(ByExample):
-    """A number for `text` (or the pair `text`, `text2`) by a new head of one output: mean squared error."""
+    """Regression for `text` (or the pair `text`, `text2`) with a new head of one output: mean squared error."""
 
     kind: Literal["regress"] = "regress"
     standardise: bool = True
-    """Train on targets less their mean over the training rows, divided by their deviation (only divided, by their root
-    mean square, where the backbone's head has no bias). The head that is saved and judged answers in your own units."""
+    """Standardise targets for training by the mean and standard deviation of the training rows (only scale them, by
+    their root mean square, if the backbone's head has no bias). The saved and evaluated head predicts in your own
+    units."""
 
     has_targets: ClassVar[bool] = True
     loss_unit: ClassVar[str] = "squared error per example, of targets as training sees them"
@@ -53,12 +54,12 @@ class Regress(ByExample):
         return units_of(targets, self.head_layer(backbone))
 
     def head_layer(self, backbone: str | Path) -> OutputLayer | None:
-        """The layer of `backbone` that standardised targets are folded into; of its files only config.json and headers
-        are read.
+        """Return the layer of `backbone` into which standardisation is folded; reads only config.json and the headers
+        of its files.
 
         Raises:
-            UserError: as `flatshift.finetune.models.meta.build_skeleton`; or no linear layer that is trained whole
-            answers.
+            UserError: as `flatshift.finetune.models.meta.build_skeleton`; or no single fully trained linear output
+                layer.
         """
         from ..adapters.settings import trained_whole
         from ..data.labels import OutputLayer
@@ -82,13 +83,13 @@ class Regress(ByExample):
     def with_noise(
         self, rows: Sequence[Row], *, rate: float, label_names: Sequence[str] | None, seed: int
     ) -> tuple[list[Row], list[str]]:
-        """The target of a row that has another one."""
+        """Replace the target by that of a row with a different one."""
         from ..data.noise import foreign_answers
 
         return foreign_answers(rows, columns=("label",), rate=rate, seed=seed)
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
-        """As `Classify.encode`, with the row's number as its label."""
+        """Encode as `Classify.encode`, with the row's number as the label."""
         from ..data.labels import Units
 
         kept = to.wholes(rows)
@@ -98,7 +99,7 @@ class Regress(ByExample):
         return {"num_labels": 1, "problem_type": "regression"}
 
     def example_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Squared error of one output with the targets [B]."""
+        """Return the squared error of the single output with targets [B]."""
         return (logits.float()[:, 0] - labels).square()
 
     @property
@@ -123,7 +124,7 @@ class Regress(ByExample):
         return {"label": 0.0}
 
     def predict(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, list[Any]]:
-        """`value`, in the targets' own units."""
+        """Return `value`, in the targets' own units."""
         return {"value": judge.head(examples)[1][:, 0].tolist()}
 
     @property
@@ -133,8 +134,8 @@ class Regress(ByExample):
         return ("loss", *names_of("numbers"))
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """`loss` (squared error per example as training sees it), and as
-        `flatshift.finetune.evaluate.regression.judge_numbers`. The model must answer in the targets' own units
+        """Return `loss` (squared error per example in training units), and the metrics of
+        `flatshift.finetune.evaluate.regression.judge_numbers`. The model must predict in the targets' own units
         (`flatshift.finetune.data.labels.fold_units`)."""
         import numpy as np
 

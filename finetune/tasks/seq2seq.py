@@ -1,4 +1,4 @@
-"""`task.kind: seq2seq`."""
+"""`task.kind: seq2seq`: an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Seq2Seq(Templated):
-    """An encoder-decoder reads the prompt and writes the target (T5, BART); the whole target is supervised."""
+    """Encoder-decoder training (T5, BART): the encoder reads the prompt, and all tokens of the target are trained
+    on."""
 
     kind: Literal["seq2seq"] = "seq2seq"
     prompt: str = "{text}"
-    """Template over the row's columns, read by the encoder; at most `train.max_length` tokens."""
+    """Template of the encoder's input over the row's columns; at most `train.max_length` tokens."""
     target: str = "{label}"
-    """Template over the row's columns, written by the decoder and closed by the end-of-sequence token; at most
+    """Template of the decoder's output over the row's columns, followed by the end-of-sequence token; at most
     `train.max_length` tokens."""
     prefix: str | None = None
-    """Text in front of every prompt, as T5 was trained with (`summarize: `); braces mean themselves."""
+    """Text before every prompt, as T5 was trained with (`summarize: `); braces are literal."""
     label_smoothing: float | None = None
-    """ε: each target counts 1 − ε and ε is spread evenly over the vocabulary. In training only: judged is the loss
-    without it."""
+    """ε: each target token has weight 1 − ε, and ε is spread evenly over the vocabulary. In training only:
+    evaluation reports the loss without it."""
     score: Literal["perplexity", "generate"] = "perplexity"
-    """How dev and test are judged besides perplexity: `generate` an answer and compare (exact match, chrF)."""
+    """Evaluation on dev and test in addition to perplexity: `generate` an answer and compare (exact match, chrF)."""
     max_new_tokens: int = 64
-    """Longest generated answer, tokens (score: generate)."""
+    """Maximum length of a generated answer in tokens (score: generate)."""
     metrics: tuple[str, ...] = ()
-    """What answers are judged by besides (score: generate): `numeric_match` (the last number, or the one after `####`),
-    `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
+    """Additional metrics of generated answers (score: generate): `numeric_match` (the last number, or the one after
+    `####`), `has_number`, `match_normalised`, `f1_words`, and for tags `span_f1`, `span_precision`, `span_recall`."""
     num_beams: int | None = None
-    """Beams of the search for an answer (score: generate); null: greedy."""
+    """Number of beams of beam search (score: generate). Null: greedy."""
     max_truncated: float | None = None
-    """Largest share of rows whose target `train.max_length` cuts; more is refused. Null: 0.1."""
+    """Maximum share of rows whose target may be truncated at `train.max_length`; the run stops if there are more.
+    Null: 0.1."""
 
     encoder_decoder: ClassVar[bool] = True
     modelling: ClassVar[str] = "encoder-decoder"
@@ -82,15 +84,18 @@ class Seq2Seq(Templated):
         return Template(self.prompt, "task.prompt"), Template(self.target, "task.target")
 
     def encode(self, rows: Iterable[Row], to: RowEncoder) -> tuple[list[Example], None]:
-        """The encoder reads the prompt and the decoder writes the target, both in the tokenizer's own template; the
-        target is closed by eos and supervised throughout. The decoder reads the target behind its start token, one
-        place later. Too long: each loses its right end."""
+        """Encode prompt (for the encoder) and target (for the decoder), both with the tokenizer's own special
+        tokens; the target ends with eos and all its tokens are target tokens. The decoder reads its start token,
+        then the target shifted by one position. If too long, each is truncated from the right."""
         if to.left and self.prefix:
             raise UserError("train.truncation: left would cut task.prefix off; leave one of them out")
         return to.samples(rows, self.templates(), lambda chunk, texts: self._made(chunk, texts, to)), None
 
     def _made(self, rows: Sequence[Row], filled: Sequence[Sequence[str]], to: RowEncoder) -> list[Made]:
-        """filled: prompt and target of each row."""
+        """Encode a chunk of rows.
+
+        filled: prompt and target of each row.
+        """
         from ..data.encoding import Truncation
         from ..data.example import Example
 
@@ -131,14 +136,14 @@ class Seq2Seq(Templated):
         return True
 
     def judge(self, judge: Evaluator, examples: Sequence[Example]) -> dict[str, BootstrapInterval]:
-        """As a language model's; with `score: generate` also `exact_match` and `chrf`."""
+        """Evaluate as a language model; with `score: generate` also `exact_match` and `chrf`."""
         figures = super().judge(judge, examples)
         if self.score == "generate":
             figures |= judge.answers(examples, num_beams=self.num_beams or 1, of="seq2seq")
         return figures
 
     def prompt_ids(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-        """The prompt as the encoder reads it, closed by the tokenizer's own end."""
+        """Return the encoder's input ids for a prompt, closed by the tokenizer's own end token."""
         from ..data.encoding import Specials, plain_ids
 
         specials = Specials.of(tokenizer, begin=False)

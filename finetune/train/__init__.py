@@ -1,1 +1,1 @@
-"""The training of a stage: loop, loss, optimizer, checkpoints, spikes, data order, trace, callbacks, trackers."""
+"""Training of a stage: loop, optimizer, checkpoints, divergence, data order, trace, callbacks, trackers."""

@@ -2,19 +2,19 @@
 
     TrainingStage(name="fine-tune", ..., callbacks=[EarlyStoppingCallback(early_stopping_patience=3)])
 
-Any `transformers.TrainerCallback` is told of these events: `on_train_begin`, `on_step_begin`,
-`on_pre_optimizer_step` (gradients are clipped; not for updates that are left out), `on_step_end`, `on_log` (after every
-update and every dev evaluation), `on_evaluate`, `on_save`, `on_train_end`. What it sets in `control` is done:
-`should_training_stop` ends the stage as `train.patience` does, `should_evaluate` judges dev (where there are rows) and
-`should_save` writes a checkpoint, at the end of the update. Every update is logged anyway.
+Any `transformers.TrainerCallback` receives these events: `on_train_begin`, `on_step_begin`, `on_pre_optimizer_step`
+(gradients are clipped; not for skipped steps), `on_step_end`, `on_log` (after every step and every dev evaluation),
+`on_evaluate`, `on_save`, `on_train_end`. The flags it sets in `control` take effect at the end of the step:
+`should_training_stop` ends the stage as `train.patience` does, `should_evaluate` evaluates on dev (if there are rows)
+and `should_save` writes a checkpoint. Every step is logged anyway.
 
-There are no epochs here (batches are one endless stream) and gradients are gone right after the optimizer's step, so
-`on_epoch_begin`, `on_epoch_end`, `on_optimizer_step`, `on_substep_end` and the events of prediction and of the hub
-never come; who listens to one of them is warned. `should_epoch_stop` is refused. `args` has what `Arguments` has and
-no more.
+There are no epochs here (batches are one endless stream) and gradients are dropped right after the optimizer's step, so
+`on_epoch_begin`, `on_epoch_end`, `on_optimizer_step`, `on_substep_end` and the events of prediction and of the hub are
+never fired; a callback that overrides one of them causes a warning. `should_epoch_stop` is rejected. `args` has only
+the attributes of `Arguments`.
 
-On a mesh every rank calls its callbacks, and what one of them asks for is done by all. A callback that can say its
-state (`ExportableState`) finds it again when the stage is resumed.
+On a mesh every rank calls its callbacks, and a request of any of them is carried out by all. A callback with a state
+(`ExportableState`) gets it back when the stage is resumed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..evaluate.metrics import metric_of
-from .stage import judged_apart
+from .stage import full_evaluation_metric
 
 if TYPE_CHECKING:
     from .stage import TrainingStage
@@ -42,7 +42,7 @@ _EVENTS = frozenset(
 
 @dataclass(frozen=True)
 class Arguments:
-    """What callbacks may read of `TrainingArguments`, by its names; anything else raises an AttributeError."""
+    """Attributes of `TrainingArguments` available to callbacks; any other raises an AttributeError."""
 
     output_dir: str
     max_steps: int
@@ -61,7 +61,7 @@ class Arguments:
     metric_for_best_model: str
     greater_is_better: bool
     load_best_model_at_end: bool
-    """As always where there are dev rows."""
+    """True if there are dev rows."""
     logging_strategy: str = "steps"
     logging_steps: int = 1
     disable_tqdm: bool = True
@@ -73,12 +73,13 @@ class Arguments:
 
 
 class Callbacks:
-    """Tells callbacks of a stage's events and collects what they ask for."""
+    """Fires a stage's events to callbacks and collects their requests."""
 
     def __init__(self, stage: TrainingStage, *, is_main: bool, about: Mapping[str, Any]) -> None:
-        """about: `model`, `processing_class` and `optimizer`, handed to every event."""
+        """Check the callbacks and fire `init_end`. about: `model`, `processing_class` and `optimizer`, passed to every
+        event."""
         train, optimizer, judged = stage.train, stage.optimizer, bool(stage.dev)
-        metric = judged_apart(train, stage.task)
+        metric = full_evaluation_metric(train, stage.task)
         metric = metric or ("accuracy" if stage.task.accuracy and train.best != "loss" else "loss")
         self.callbacks = list(stage.callbacks)
         self._about, self._log = dict(about), stage.run.log
@@ -132,7 +133,7 @@ class Callbacks:
         warnings.warn(text, stacklevel=3)
 
     def fire(self, event: str, **more: Any) -> None:
-        """Tell everyone of `event` (without `on_`)."""
+        """Call every callback for `event` (without `on_`)."""
         for callback in self.callbacks:
             answer = getattr(callback, f"on_{event}")(self.args, self.state, self.control, **self._about, **more)
             if answer is not None:
@@ -143,19 +144,19 @@ class Callbacks:
             )
 
     def at(self, step: int, *, tokens: int, best_step: int | None, best: float | None) -> None:
-        """Where the stage is now."""
+        """Set the current position of the stage."""
         if self.callbacks:
             self.state.global_step, self.state.num_input_tokens_seen = step, tokens
             self.state.best_global_step, self.state.best_metric = best_step, best
 
     def step_begin(self) -> None:
-        """The next update begins; what was asked for in the last one is over."""
+        """Begin the next step; requests of the last one are cleared."""
         if self.callbacks:
             self.control.should_save = self.control.should_evaluate = self.control.should_log = False
             self.fire("step_begin")
 
     def logged(self, line: Mapping[str, Any]) -> None:
-        """A line went into metrics.jsonl: `loss`, `grad_norm`, `learning_rate` and so on, or `eval_loss`."""
+        """Report a row of metrics.jsonl: `loss`, `grad_norm`, `learning_rate` and so on, or `eval_loss`."""
         if not self.callbacks:
             return
         numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("attempt", "step")}
@@ -169,11 +170,11 @@ class Callbacks:
             self.fire("evaluate", metrics=numbers)
 
     def asks(self, what: str) -> bool:
-        """Whether one of them has set `control.should_<what>`."""
+        """Return True if a callback has set `control.should_<what>`."""
         return bool(self.callbacks) and bool(getattr(self.control, f"should_{what}"))
 
     def states(self) -> list[dict[str, Any] | None]:
-        """What each of them wants to find again, for JSON; None for those that say nothing."""
+        """Return the state of each callback, for JSON; None for those without one."""
         found = []
         for callback in self.callbacks:
             said = callback.state() if hasattr(callback, "state") else None
@@ -181,7 +182,7 @@ class Callbacks:
         return found
 
     def restore(self, states: Sequence[Mapping[str, Any] | None]) -> None:
-        """Give them back what `states` said, in the same order."""
+        """Restore the callbacks' `states`, in the same order."""
         for callback, attributes in zip(self.callbacks, states, strict=False):
             for name, value in (attributes or {}).items():
                 setattr(callback, name, value)

@@ -1,8 +1,8 @@
-"""What a running stage has come to, and its checkpoints: whole tensors of any mesh, taken over by any mesh.
+"""State of a running stage and its checkpoints: full tensors, saved from any mesh and restored on any mesh.
 
-On disk `step-N/{state.safetensors,state.json}`, whole, verified, the newest few kept. Written to a temporary name,
-fsynced, renamed, then re-opened and compared. A reader takes the newest checkpoint whose content has the digest that
-its state.json names, so a save that was killed or a file that was damaged costs at most the steps since the one before.
+On disk `step-N/{state.safetensors,state.json}`, complete and verified, the newest few kept. Each is written to a
+temporary name, fsynced, renamed, then re-opened and compared. A reader takes the newest checkpoint whose content
+matches the digest in its state.json, so a killed save or a damaged file costs at most the steps since the previous one.
 No pickle: tensors are safetensors, the rest is JSON.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingState:
-    """What a checkpoint says besides tensors."""
+    """Content of a checkpoint except model and optimizer tensors."""
 
     step: int = 0
     tokens: int = 0
@@ -43,32 +43,31 @@ class TrainingState:
     best_figure: float | None = None
     misses: int = 0
     unjudged: bool = False
-    """True while the dev evaluation after `step` is still to be made."""
+    """True while the dev evaluation after `step` is still to be done."""
     stopped_early: bool = False
     skipped: int = 0
-    """Updates left out because their loss or gradient was not a finite number."""
+    """Steps skipped because their loss or gradient was not finite."""
     skipped_in_a_row: int = 0
-    """Of them, those since the last one that was made."""
+    """Consecutive skipped steps since the last applied one."""
     loss_scale: dict[str, float] = field(default_factory=dict)
     """State of `flatshift.finetune.train.loss_scale`; empty unless the stage computes in fp16."""
     recent: list[float] = field(default_factory=list)
-    """Losses of the last updates, as many as `train.spikes.window`."""
+    """Losses of the last steps, up to `train.spikes.window` of them."""
     left_out: list[list[int]] = field(default_factory=list)
-    """Batches [first, stop) that spikes took out of the data (`flatshift.finetune.train.data_order`)."""
+    """Batches [first, stop) skipped because of spikes (`flatshift.finetune.train.data_order`)."""
     rewinds: list[dict[str, Any]] = field(default_factory=list)
-    """What the stage went back for: `step`, `loss`, `limit`, and `to`, the checkpoint."""
+    """Spikes that the stage rolled back for: `step`, `loss`, `limit`, and `to`, the step of the checkpoint."""
     callbacks: list[dict[str, Any] | None] = field(default_factory=list)
-    """What callbacks want to find again."""
     best: dict[str, Tensor] = field(default_factory=dict)
-    """The adapter after `best_step`, as this rank has it; empty while it is the live one or there is no dev set."""
+    """Adapter after `best_step`, this rank's part; empty while it is the live one or there is no dev set."""
 
     def meta(self) -> dict[str, Any]:
-        """Everything but tensors and the step, for JSON."""
+        """Return everything but tensors and the step, for JSON."""
         return {k: v for k, v in vars(self).items() if k not in {"best", "step"}}
 
 
 class Checkpointer:
-    """Saves and restores a stage; every rank of a mesh calls both verbs, the main one writes."""
+    """Saves and restores a stage. Every rank of a mesh calls both methods; the main one writes."""
 
     def __init__(self, engine: Engine, optimizer: AdapterOptimizer, stage: TrainingStage) -> None:
         self.engine, self.optimizer, self.regularizer = engine, optimizer, stage.regularizer
@@ -76,12 +75,12 @@ class Checkpointer:
         self.settings, self.seed = stage.optimizer, stage.seed
         self.progress = TrainingState()
         self.saved_step = -1
-        """Update of the newest checkpoint; −1 without one."""
+        """Step of the newest checkpoint; −1 without one."""
         self.attempt = 1
 
     def restore(self) -> None:
-        """Take over the newest valid checkpoint of the stage, if there is one; count the attempt."""
-        if self.engine.is_main:  # sweeps what a killed save left, so one rank does it before the others look
+        """Restore the newest valid checkpoint of the stage, if there is one; count the attempt."""
+        if self.engine.is_main:  # removes leftovers of a killed save, so one rank does it before the others read
             drop_checkpoints(self.run.state, other_than=self.stage)
             latest_checkpoint(self.run.state, stage=self.stage, warn=self.run.log)
         self.engine.world.wait()
@@ -112,14 +111,15 @@ class Checkpointer:
         self.saved_step = found.step
 
     def rewind(self, spike: dict[str, Any], *, reattach: Callable[[], None]) -> bool:
-        """Go back for `spike` (`step, loss, limit`) to the checkpoint that `way_back` names, and leave out the batches
-        from there to the spike, at least `train.spikes.skip` of them. Every rank calls this.
+        """Roll back for `spike` (`step, loss, limit`) to the checkpoint of `rollback_step`, and skip the batches from
+        there to the spike, at least `train.spikes.skip` of them. Every rank calls this.
 
-        The checkpoint is written anew with what is left out, so a run that is killed now goes on from here; killed
-        before, it comes to the same spike again.
+        The checkpoint is rewritten with the skipped batches, so a run that is killed afterwards resumes from here;
+        killed before, it meets the same spike again.
 
-        reattach: makes the regularizer what it was before the first step.
-        Returns False where there is no checkpoint to go back to.
+        reattach: resets the regularizer to its state before the first step.
+
+        Returns False if there is no checkpoint to roll back to.
         """
         spikes, now = self.train.spikes, self.progress
         assert spikes is not None
@@ -141,14 +141,14 @@ class Checkpointer:
         stop = max(first + spikes.skip, batch_index(now.step, now.left_out) + 1)
         self.progress.left_out = merge_skipped_ranges(now.left_out, first, stop)
         self.progress.rewinds = [*now.rewinds, {**spike, "to": found.step}]
-        self.saved_step = -1
+        self.saved_step = -1  # so that the checkpoint of this step is written again
         self.save()
         return True
 
     def _kept(self) -> int:
-        """How many checkpoints stay with the one that is written: those that spikes may lead back to, at least.
+        """Return the number of checkpoints to keep, including the new one: at least those that spikes may roll back to.
 
-        A spike may come again right after the stage went back for one, so all that are left go on from each other.
+        Another spike may follow right after a rollback, so the distances of all remaining rollbacks add up.
         """
         if self.train.spikes is None:
             return self.train.keep
@@ -187,7 +187,7 @@ class Checkpointer:
         self.saved_step = self.progress.step
 
     def _place(self) -> dict[str, Any]:
-        """What the last bits of a result depend on besides the state."""
+        """Return everything but the state that determines the last bits of a result."""
         return {
             "device": self.engine.device.type,
             "mesh": str(self.engine.world),
@@ -205,7 +205,7 @@ TENSORS, META = "state.safetensors", "state.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was read: completed updates, named tensors (on the CPU), and everything else."""
+    """A checkpoint read from disk: completed steps, named tensors (on the CPU), and everything else."""
 
     path: Path
     step: int
@@ -216,11 +216,11 @@ class Checkpoint:
 def save_checkpoint(
     directory: Path, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], *, keep: int
 ) -> Path:
-    """Write `directory/step-<step>` and drop all but the newest `keep` checkpoints; returns its path.
+    """Write `directory/step-<step>` and drop all but the newest `keep` checkpoints; return its path.
 
     Raises:
         Interrupted: the disk is full (earlier checkpoints are untouched).
-        RuntimeError: what was written does not read back.
+        RuntimeError: the files do not read back as written.
     """
     from safetensors.torch import save_file
 
@@ -238,9 +238,10 @@ def save_checkpoint(
 
 
 def latest_checkpoint(directory: Path, *, stage: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest valid checkpoint of `stage` in `directory`; None if there is none. Sweeps what killed saves left.
+    """Return the newest valid checkpoint of `stage` in `directory`; None if there is none. Removes leftovers of killed
+    saves.
 
-    Each damaged one on the way is reported through `warn` and removed, so that it is not counted among those to keep.
+    Each damaged one on the way is reported through `warn` and removed, so that it does not count among those to keep.
     """
     sweep_leftovers(directory)
     for step in steps(directory):
@@ -254,7 +255,7 @@ def latest_checkpoint(directory: Path, *, stage: str, warn: Callable[[str], None
 
 
 def is_valid(folder: Path) -> bool:
-    """Whether the checkpoint in `folder` is as it was written."""
+    """Return True if the checkpoint in `folder` is undamaged."""
     return _read(folder) is not None
 
 
@@ -268,14 +269,14 @@ def drop_checkpoints(directory: Path, *, other_than: str) -> None:
 
 
 def drop_later(directory: Path, step: int) -> None:
-    """Remove the checkpoints of more than `step` updates, the newest first."""
+    """Remove the checkpoints after `step`, the newest first."""
     for later in steps(directory):
         if later > step:
             _remove(directory / f"step-{later}")
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps that have a checkpoint directory, newest first, whether valid or not."""
+    """Return the steps that have a checkpoint directory, valid or not, newest first."""
     if not directory.is_dir():
         return []
     names = [p.name.removeprefix("step-") for p in directory.glob("step-*") if p.is_dir()]
@@ -283,7 +284,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def _remove(folder: Path) -> None:
-    """Rename first, so that a kill half-way leaves a leftover to sweep, not half a checkpoint."""
+    """Remove a directory; rename it first, so that a kill midway leaves a leftover to sweep, not half a checkpoint."""
     hidden = folder.with_name(f".{folder.name}.gone.tmp")
     shutil.rmtree(hidden, ignore_errors=True)
     folder.replace(hidden)
@@ -299,7 +300,7 @@ def _meta(folder: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path) -> Checkpoint | None:
-    """The checkpoint in `folder`, or None where anything about it is not as it was written."""
+    """Return the checkpoint in `folder`, or None if it is damaged in any way."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -316,16 +317,16 @@ def _read(folder: Path) -> Checkpoint | None:
 
 
 def pack(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Groups of named tensors as one flat mapping `group/name`."""
+    """Flatten groups of named tensors into one mapping `group/name`."""
     return {f"{group}/{name}": tensor for group, tensors in groups.items() for name, tensor in tensors.items()}
 
 
 def unpack(tensors: Mapping[str, Tensor], group: str) -> dict[str, Tensor]:
-    """The tensors of one group of `pack`, by their own names."""
+    """Return the tensors of one group of `pack`, by their own names."""
     prefix = f"{group}/"
     return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 def clone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A detached copy of each tensor."""
+    """Return a detached copy of each tensor."""
     return {name: torch.clone(tensor.detach()) for name, tensor in tensors.items()}

@@ -1,11 +1,10 @@
-"""Lines of metrics.jsonl whose figures lie on the device until they are due, and are then read in one transfer.
+"""Rows of metrics.jsonl whose values stay on the device until they are due, and are then read in one transfer.
 
-A read waits for all that the device was asked to do, so a GPU whose every update is read stands still while the host
-prepares the next one. A CPU has nothing under way, and is read at once. Elsewhere lines wait for each other: until ten
-have come together or a second has passed, whichever is sooner, and until somebody needs them, as a checkpoint does. No
-line is left out and none changes place.
+A read waits for all queued work, so a GPU whose every step is read idles while the host prepares the next one. A CPU
+has nothing queued and is read at once. Elsewhere rows are buffered until there are ten or a second has passed,
+whichever is sooner, and until someone needs them, as a checkpoint does. No row is dropped or reordered.
 
-On a mesh the read carries what the ranks have to agree on as well, so that an update has one wait at most.
+On a mesh the read also carries what the ranks have to agree on, so that a step waits at most once.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ if TYPE_CHECKING:
     from ..parallel.mesh import ProcessMesh
 
 _PATIENCE = 1.0
-"""Seconds that a line waits, about."""
+"""Longest time a row is buffered, approximately, in seconds."""
 
 
 @dataclass
 class MetricsRow:
-    """A line of metrics.jsonl that was not written yet."""
+    """A row of metrics.jsonl that is not written yet."""
 
     step: int
     told: dict[str, Any]
-    """What the host knows, in the order of the line; `loss` and `grad_norm` are filled in when they are read."""
+    """Values known on the host, in the order of the row; `loss` and `grad_norm` are filled in when they are read."""
     scalars: dict[str, Tensor] = field(default_factory=dict)
-    """What the device knows: one number each."""
+    """Values on the device: one number each."""
     figures: list[MetricTensors] = field(default_factory=list)
-    """And what is added at the end of the line, in order."""
+    """Metrics appended after them, in order."""
     end: dict[str, Any] = field(default_factory=dict)
-    """What stands behind all that."""
+    """Values at the very end of the row."""
 
     @property
     def vectors(self) -> list[Tensor]:
-        """All that has to be read, 1-D each."""
+        """All tensors to read, 1-D each."""
         return [*(value.reshape(1) for value in self.scalars.values()), *(part.values for part in self.figures)]
 
     def complete(self, numbers: Iterator[list[float]]) -> dict[str, Any]:
-        """The whole line; numbers: those of `vectors`."""
+        """Return the complete row; numbers: those of `vectors`."""
         found = {name: next(numbers)[0] for name in self.scalars}
         named = [part.named(next(numbers)) for part in self.figures]
         line = {**self.told, **found}
@@ -61,7 +60,7 @@ class MetricsRow:
 
 
 def read(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of 1-D tensors; of those that lie on a device in one transfer."""
+    """Return the numbers of 1-D tensors; those on a device are read in one transfer."""
     away = [i for i, tensor in enumerate(tensors) if capabilities(tensor.device).unread > 1]
     found = [[] if i in away else tensor.tolist() for i, tensor in enumerate(tensors)]
     if away:
@@ -73,7 +72,7 @@ def read(tensors: Sequence[Tensor]) -> list[list[float]]:
 
 
 class MetricsBuffer:
-    """The lines of one stage that wait; every rank of a mesh calls the same verbs."""
+    """Buffer of metrics rows not yet copied to the host. Every rank of a mesh calls the same methods."""
 
     def __init__(self, world: ProcessMesh) -> None:
         self._world = world
@@ -84,29 +83,29 @@ class MetricsBuffer:
 
     @property
     def at_once(self) -> bool:
-        """Whether reading costs nothing, so that every update is read before it is made."""
+        """True if reading is free, so that every step is read before it is applied."""
         return self._most == 1
 
     @property
     def due(self) -> bool:
-        """Whether enough lines have come together."""
+        """True if enough rows are buffered."""
         return len(self._lines) >= self._every
 
     def add(self, line: MetricsRow) -> None:
-        """The next line, in the order in which they are to be written."""
+        """Append a row; rows are written in this order."""
         self._lines.append(line)
 
     def ask(self, flag: bool) -> None:
-        """Something that a rank wants all ranks to hear of with the next read (to stop)."""
+        """Set a flag (to stop) that all ranks learn of with the next read, if any rank sets it."""
         self._asked |= flag
 
     def tell(self, write: Callable[[dict[str, Any]], None], *, refuse: Callable[[int, dict[str, Any]], None]) -> bool:
-        """Read all lines that wait and `write` each, in order; whether any rank asked. Collective.
+        """Read all buffered rows and `write` each, in order; return True if any rank set its flag. Collective.
 
-        `refuse` is called before, with the step and the line, and raises for the first one whose loss or gradient is
-        not a finite number. The updates behind it were made already, on weights that are none any more; but every
-        save comes after this, so nothing of them is kept. (An optimizer that left such an update out on the device
-        would go on from there with a run that is to end.)
+        `refuse` is called before, with the step and the row, and raises for the first one whose loss or gradient is not
+        a finite number. Later steps were already applied, on invalid weights; but every save comes after this, so
+        nothing of them is kept. (An optimizer that skipped such a step on the device would continue a run that is about
+        to end.)
         """
         lines, asked = self.take()
         for step, line in lines:
@@ -116,8 +115,11 @@ class MetricsBuffer:
         return asked
 
     def take(self) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
-        """Step and line of all that waited, and whether any rank asked since the last time; where none waited, nothing
-        is read. Collective."""
+        """Return step and row of all that is buffered, and True if any rank set its flag since the last call.
+        Collective.
+
+        Nothing is read if the buffer is empty.
+        """
         if not self._lines:
             return [], False
         lines, self._lines = self._lines, []
@@ -136,5 +138,6 @@ class MetricsBuffer:
             told, each = next(numbers)
             asked = bool(told)
         if not self.at_once:
+            # adapt to the step time, so that no row waits much longer than `_PATIENCE`
             self._every = min(self._most, max(1, math.floor(_PATIENCE / max(each, 1e-9))))
         return made, asked

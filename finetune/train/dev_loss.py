@@ -1,4 +1,4 @@
-"""The dev loss of a stage under way: what chooses its best step."""
+"""Dev loss during a stage, which selects its best step."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def dev_figures(
     task: Task,
     head: Head | None,
 ) -> dict[str, float]:
-    """`loss` in nats per supervised token or example (regress: squared error), not smoothed, `accuracy` for
-    classification (multi: of whole sets of classes), and of answers what `flatshift.finetune.evaluate.preference`
-    judges.
+    """Return the dev metrics: `loss` in nats per target token or example (regress: squared error), not smoothed,
+    `accuracy` for classification (multi: of whole sets of classes), and for answers those of
+    `flatshift.finetune.evaluate.preference`.
 
-    Where reading makes the host wait for the device it is read once, at the end. Every rank of a mesh calls this.
+    If reading makes the host wait for the device, everything is read once, at the end. Collective on a mesh.
 
     Args:
-        head: as the stage found it (`flatshift.finetune.compute.loss.find_head`).
+        head: as found by the stage (`flatshift.finetune.compute.loss.find_head`).
     """
     model, judged = engine.judged, task.judged()
     if task.by_answer:
         scores = score_answers(model, examples, inference, task=judged, head=engine.usable(head), beat=engine.beat)
         engine.reshard()
         return quick_figures(scores)
-    found: list[torch.Tensor] = []  # loss and right answers of each batch
+    found: list[torch.Tensor] = []  # loss and number of correct answers per batch
     counts: list[int] = []
     with evaluating(model):
         for micro in inference.batches(examples, task):
@@ -62,7 +62,7 @@ def dev_figures(
                 counts.append(batch.supervised)
             engine.beat()
     engine.reshard()
-    sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, supervised
+    sums = torch.zeros(3, dtype=torch.float64)  # loss, correct answers, targets
     for pair, count in zip(read(found), counts, strict=True):
         sums += torch.tensor([*pair, count], dtype=torch.float64)
     loss_of, right_of, count_of = inference.share.add(sums.numpy()).tolist()

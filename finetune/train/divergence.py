@@ -1,7 +1,7 @@
-"""Updates that must not be made: left out where loss or gradient is no number, rolled back where the loss jumps.
+"""Handling of diverging steps: skip them if loss or gradient is not finite, roll back if the loss spikes.
 
-Every decision is taken from figures that are the same on all ranks, before the regularizer learns from the step, so a
-left-out update leaves no trace but its line in metrics.jsonl.
+Every decision uses values that are the same on all ranks, before the regularizer learns from the step, so a skipped
+step leaves no trace but its row in metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .stage import TrainingStage
 
 
 class Diverged(UserError):
-    """The loss or a gradient is no longer a number, or spikes do not end; the checkpoints before it are kept."""
+    """Loss or gradient is not finite, or spikes do not end; earlier checkpoints are kept."""
 
 
 class UpdateRejected(Exception):
-    """Leaves a regularizer's step so that it learns nothing from it."""
+    """Raised inside `regularizer.step` so that the regularizer learns nothing from a rejected step."""
 
 
 @dataclass(frozen=True)
 class RejectedUpdate:
-    """Why an update is not made: its loss or gradient norm is no number, or the loss is a spike above `limit`."""
+    """Reason a step is rejected: its loss or gradient norm is not finite, or the loss is a spike above `limit`."""
 
     loss: float
     norm: float
@@ -40,19 +40,20 @@ class RejectedUpdate:
 
 
 class DivergenceGuard:
-    """Judges the updates of one stage (`train.skip_nonfinite`, `train.spikes`); every rank calls it alike."""
+    """Checks the steps of one stage (`train.skip_nonfinite`, `train.spikes`); every rank calls it alike."""
 
     def __init__(self, engine: Engine, keeper: Checkpointer, stage: TrainingStage) -> None:
         self._engine, self._keeper = engine, keeper
         self._run, self._stage, self._train = stage.run, stage.name, stage.train
         train = stage.train
         self.watches = train.skip_nonfinite > 0 or train.spikes is not None
-        """Whether updates are judged before the regularizer's step is left; else what is no number ends the stage."""
+        """True if steps are checked inside the regularizer's step; otherwise a value that is not finite ends the
+        stage."""
         self.found: dict[str, float] = {}
-        """`loss` and `grad_norm` of the update that was judged last."""
+        """`loss` and `grad_norm` of the step checked last."""
 
     def judge(self, losses: Sequence[torch.Tensor]) -> RejectedUpdate | None:
-        """Why the update at hand must not be made; None where it may, and its gradients are as they were.
+        """Return the reason to reject the current step; None to accept it. Gradients are unchanged.
 
         losses: of each pass, the first at the weights themselves.
         """
@@ -65,20 +66,21 @@ class DivergenceGuard:
         if self._train.spikes is None:
             return None
         limit = spike_limit(self._keeper.progress.recent, self._train.spikes)
-        # sums over ranks may differ in the last bit, and all must do the same
+        # sums over ranks may differ in the last bit, so the ranks agree on one decision
         return RejectedUpdate(values[0], norm, limit) if self._engine.world.any(values[0] > limit) else None
 
     def made(self) -> None:
-        """The update at hand was made."""
+        """Record that the current step was applied."""
         state = self._keeper.progress
         state.skipped_in_a_row = 0
         if self._train.spikes is not None:
             state.recent = [*state.recent, self.found["loss"]][-self._train.spikes.window :]
 
     def skip(self, verdict: RejectedUpdate) -> dict[str, Any] | None:
-        """Count the update as left out and say so for its line; None where the stage is to roll back instead.
+        """Count the step as skipped and return the fields for its row; None if the stage must roll back instead.
 
-        Raises Diverged where neither is allowed.
+        Raises:
+            Diverged: neither is allowed.
         """
         state, spikes = self._keeper.progress, self._train.spikes
         number = state.step + 1
@@ -96,9 +98,9 @@ class DivergenceGuard:
         return None
 
     def go_back(self, verdict: RejectedUpdate, *, reattach: Callable[[], None]) -> dict[str, Any]:
-        """To the checkpoint before a spike, without the batches around it; returns the line that says so.
+        """Roll back to the checkpoint before a spike, skip the batches around it, and return the row that records it.
 
-        reattach: makes the regularizer what it was before the first step.
+        reattach: resets the regularizer to its state before the first step.
         """
         number, attempt = self._keeper.progress.step + 1, self._keeper.attempt
         spike = {"loss": _number(verdict.loss), "limit": _number(verdict.limit)}
@@ -116,12 +118,12 @@ class DivergenceGuard:
         return {**line, "rewound_to": state.step, "left_out": state.left_out}
 
     def refuse_broken(self, number: int, line: Mapping[str, Any]) -> None:
-        """Raises Diverged where the `loss` or `grad_norm` of update `number` is not a finite number."""
+        """Raise Diverged if the `loss` or `grad_norm` of step `number` is not finite."""
         if not (math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"])):
             self.refuse(number, RejectedUpdate(line["loss"], line["grad_norm"]))
 
     def refuse(self, number: int, verdict: RejectedUpdate) -> NoReturn:
-        """Raises Diverged for update `number`."""
+        """Raise Diverged for step `number`."""
         state, saved = self._keeper.progress, self._keeper.saved_step
         kept = f"the checkpoint of step {saved} is kept" if saved >= 0 else "no checkpoint was due yet"
         if verdict.limit is not None:
@@ -146,5 +148,5 @@ def _broken(verdict: RejectedUpdate) -> str:
 
 
 def _number(value: float | None) -> float | None:
-    """For JSON, which has no infinities."""
+    """Return None for a non-finite number, which JSON cannot represent."""
     return value if value is not None and math.isfinite(value) else None

@@ -1,17 +1,17 @@
-"""What moves an adapter: AdamW in float32, its moments in 8 bits or paged by bitsandbytes, and Gauss-Newton.
+"""Optimizers of an adapter: AdamW in float32, with 8-bit or paged moments by bitsandbytes, and Gauss-Newton.
 
-Adapters kept in bfloat16 get float32 masters: gradients are widened, the update is made on the masters, and the
+Adapters stored in bfloat16 get float32 masters: gradients are widened, the step is applied to the masters, and the
 adapter receives their rounding. Sharded parameters (DTensors of FSDP2) keep their state sharded in the same way.
 
 **8-bit and paged moments.** 8-bit moments are quantised in blocks of 256 values with a dynamic map (Dettmers et al.,
-2110.02861); tensors of fewer than 4096 values keep float32 moments, as the library has it. Paged moments are those of
+2110.02861); tensors of fewer than 4096 values keep float32 moments, the library's default. Paged moments are those of
 QLoRA (2305.14314, §3).
 
-**Gauss-Newton** solves with each update the least-squares problem of the model linearised where it stands. With r the
-residuals of all rows of an update and J their Jacobian, the weights that move become θ' = argmin ‖r + Jθ − Jθ'‖² +
-λ‖θ'‖², and the step goes `lr` of the way there; λ is `weight_decay`. Without it the step has the least norm among those
-that fit best. A model that is linear in what moves is trained to the end by one update: an adapter on the head of which
-only B moves (`optimizer.fixed: [a, head]`).
+**Gauss-Newton** solves in each step the least-squares problem of the model linearised at its weights. With r the
+residuals of all rows of a step and J their Jacobian, the moving weights become θ' = argmin ‖r + Jθ − Jθ'‖² + λ‖θ'‖²,
+and the step goes `lr` of the way there; λ is `weight_decay`. Without it the step has the least norm among the best
+fits. A model that is linear in its moving weights is fully trained by one step: an adapter on the head of which only B
+moves (`optimizer.fixed: [a, head]`).
 """
 
 from __future__ import annotations
@@ -41,32 +41,33 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master"
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Names that transformers' `Trainer.get_decay_parameter_names` leaves undecayed, in lower case."""
+"""Lower-case names that transformers' `Trainer.get_decay_parameter_names` excludes from weight decay."""
 
 
 def _is_b(name: str) -> bool:
-    """Whether a trained tensor is the factor B of LoRA, which starts at zero and of which LoRA+ speaks."""
+    """Return True for LoRA's factor B, which starts at zero and gets LoRA+'s learning rate."""
+    # PEFT initialises an embedding's A with zeros and its B randomly, the reverse of other layers
     return ".lora_B." in name or name.endswith(".lora_embedding_A")
 
 
 def is_fixed(name: str, settings: Optimizer) -> bool:
-    """Whether `settings.fixed` keeps a trained tensor at its first values."""
+    """Return True if `settings.fixed` keeps a trained tensor at its initial values."""
     fixed = settings.fixed or ()
     is_a = ".lora_A." in name or name.endswith(".lora_embedding_B")
     return ("a" in fixed and is_a) or ("head" in fixed and ".lora_" not in name)
 
 
 def decays(name: str, tensor: Tensor) -> bool:
-    """Whether weight decay reaches a trained tensor: matrices, but no bias, no norm, no vector.
+    """Return True if weight decay applies to a trained tensor: matrices, but no bias, no norm, no vector.
 
-    The groups of transformers' Trainer; beyond them, one-dimensional tensors of any name are left out, because a
-    vector scales or shifts what a matrix makes (DoRA's magnitudes, the scales of LayerNorm and BatchNorm).
+    The groups of transformers' Trainer; in addition, one-dimensional tensors of any name are excluded, because a vector
+    scales or shifts a matrix's output (DoRA's magnitudes, the scales of LayerNorm and BatchNorm).
     """
     return tensor.ndim > 1 and _UNDECAYED.search(name.lower()) is None
 
 
 class _Adam(Protocol):
-    """What `AdapterOptimizer` needs of an implementation of AdamW."""
+    """Interface of an AdamW implementation for `AdapterOptimizer`."""
 
     inner: torch.optim.Optimizer
 
@@ -80,7 +81,7 @@ class _Adam(Protocol):
 
 
 class _TorchAdam:
-    """torch's AdamW: one fused pass over all tensors where the device has it."""
+    """torch's AdamW: one fused pass over all tensors if the device supports it."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, fused: bool) -> None:
         self._fused = fused
@@ -112,7 +113,7 @@ class _TorchAdam:
 
 
 class _Steps:
-    """Goes the way that the gradients hold already, times the learning rate; keeps no state."""
+    """Plain SGD with learning rate only: the gradients already hold minus the step. Keeps no state."""
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
         self.inner: torch.optim.Optimizer = torch.optim.SGD(
@@ -135,14 +136,18 @@ class _Steps:
 class AdapterOptimizer:
     """AdamW over `parameters` (by name); with `lora_plus` two learning rates (LoRA+, arXiv 2402.12354).
 
-    Weight decay reaches only what `decays` says.
+    Weight decay applies only to the tensors that `decays` selects.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: Optimizer) -> None:
-        """Raises UserError where `settings.kind` needs what is not here (`check_optimizer`), or
-        nothing is left to move."""
+        """Create the optimizer.
+
+        Raises:
+            UserError: `settings.kind` needs something that is not available (`check_optimizer`), or nothing is left to
+                train.
+        """
         self.parameters = {name: p for name, p in parameters.items() if not is_fixed(name, settings)}
-        """Those that move."""
+        """Parameters that are not fixed."""
         self._fixed = [p for name, p in parameters.items() if name not in self.parameters]
         if self._fixed and not self.parameters:
             raise UserError(f"optimizer.fixed: {', '.join(settings.fixed or ())} leaves nothing that trains")
@@ -160,8 +165,10 @@ class AdapterOptimizer:
         )
 
     def _groups(self, settings: Optimizer) -> list[dict[str, Any]]:
-        """The updated tensors by the factor of their learning rate and whether they decay; the first group is always
-        there, for a pipeline stage may have no tensor at all."""
+        """Group the tensors to update by learning-rate factor and weight decay.
+
+        The first group always exists, because a pipeline stage may have no tensor at all.
+        """
         by: dict[tuple[float, bool], list[Tensor]] = {(1.0, True): []}
         for name, tensor in self._updated.items():
             factor = settings.lora_plus if settings.lora_plus is not None and _is_b(name) else 1.0
@@ -173,11 +180,11 @@ class AdapterOptimizer:
 
     @property
     def inner(self) -> torch.optim.Optimizer:
-        """torch's or bitsandbytes' optimizer at work."""
+        """The wrapped optimizer of torch or bitsandbytes."""
         return self._adam.inner
 
     def step(self, rate: float) -> None:
-        """One update at the learning rate `rate` (of B: times `lora_plus`); the gradients are dropped afterwards."""
+        """Take one step at the learning rate `rate` (for B: times `lora_plus`), then drop the gradients."""
         for group in self.inner.param_groups:
             group["lr"] = rate * group["factor"]
         for name, master in self.masters.items():
@@ -190,20 +197,22 @@ class AdapterOptimizer:
         self.drop_gradients()
 
     def leave_fixed(self) -> None:
-        """No gradients of what is fixed, so that no norm counts them."""
+        """Drop the gradients of fixed parameters, so that no norm counts them."""
         for parameter in self._fixed:
             parameter.grad = None
 
     def drop_gradients(self) -> None:
-        """No gradients: what an update that is left out leaves behind."""
+        """Drop all gradients, as after a skipped step."""
         self.inner.zero_grad(set_to_none=True)
         self.leave_fixed()
         for name in self.masters:
             self.parameters[name].grad = None
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """By kind (`MOMENTS`, or those of `flatshift.finetune.train.optimizer`; `MASTER` where there are masters) and
-        name; moments and masters are laid out like the parameter."""
+        """Return the state by kind (`MOMENTS` or `KINDS`; `MASTER` if there are masters) and parameter name.
+
+        Moments and masters are sharded like the parameter.
+        """
         states = {name: self._adam.state(t) for name, t in self._updated.items() if t in self.inner.state}
         found: dict[str, dict[str, Tensor]] = (
             {kind: {} for kind in MOMENTS} if isinstance(self._adam, _TorchAdam) else {}
@@ -215,8 +224,8 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def preconditioner(self) -> dict[str, Tensor]:
-        """P of Adam's step −rate · P⁻¹ m̂ by name, float32: √v̂ + ε with v̂ corrected for its start, divided by
-        `lora_plus` for the factors that it speeds up. Parameters without an update yet are left out."""
+        """Return P of Adam's step −rate · P⁻¹ m̂ by name, float32: √v̂ + ε with bias-corrected v̂, divided by
+        `lora_plus` for the factors that it speeds up. Parameters without a step yet are omitted."""
         found = {}
         for name, (tensor, group) in self._by_name().items():
             if tensor in self.inner.state:
@@ -227,10 +236,10 @@ class AdapterOptimizer:
 
     @torch.no_grad()
     def first_preconditioner(self, squares: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """P as `preconditioner`, before any update: as it were if the first ones left the weights where they are.
+        """Return P as `preconditioner` before any step, as if the first steps left the weights unchanged.
 
-        squares: by name the mean square of those updates' gradients, which stands for v̂, float32. A number that had no
-        gradient gets an infinite P, as nothing moves it (A, as long as B = 0). Empty where no Adam is at work.
+        squares: by name the mean square of those steps' gradients, used as v̂, float32. An entry that had no gradient
+        gets an infinite P, because nothing moves it (A, as long as B = 0). Empty for an optimizer other than Adam.
         """
         if isinstance(self._adam, _Steps):
             return {}
@@ -241,17 +250,17 @@ class AdapterOptimizer:
         }
 
     def _by_name(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-        """The updated tensors with the group that each is in."""
+        """Return the updated tensors by name, each with its parameter group."""
         names = {id(tensor): name for name, tensor in self._updated.items()}
         return {names[id(t)]: (t, group) for group in self.inner.param_groups for t in group["params"]}
 
     def counters(self) -> dict[str, Tensor]:
-        """Updates that each parameter has had, scalars."""
+        """Return the number of steps that each parameter has had, scalars."""
         return {name: self._adam.updates(t) for name, t in self._updated.items() if t in self.inner.state}
 
     def expect(self, names: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Make room for the state of a checkpoint with counters `names`, and for no other: the tensors of `moments`, to
-        be filled."""
+        """Allocate the state of a checkpoint with counters `names`, and no other; return the tensors of `moments` to be
+        filled."""
         self.inner.state.clear()
         for name, counter in names.items():
             if (tensor := self._updated.get(name)) is not None:  # else of another pipeline stage
@@ -263,13 +272,13 @@ class AdapterOptimizer:
 
 
 KINDS = ("state1", "state2", "absmax1", "absmax2")
-"""Both moments, and the scales of their blocks where they are quantised."""
+"""Both moments, and the scales of their blocks if they are quantised."""
 
 
 def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
-    """Raise UserError where `kind` needs a package or a device that is not here.
+    """Raise UserError if `kind` needs a package or a device that is not available.
 
-    device: `cpu` or `cuda`, where it is known already.
+    device: `cpu` or `cuda`, if known already.
     """
     if kind in ("adamw", "gauss-newton"):
         return
@@ -283,10 +292,10 @@ def check_optimizer(kind: OptimizerKind, *, device: str | None = None) -> None:
 
 
 class LowBitAdam:
-    """bitsandbytes' AdamW, with a state that can be read by name and put back."""
+    """bitsandbytes' AdamW, with a state that can be read by name and restored."""
 
     def __init__(self, groups: Sequence[dict[str, Any]], settings: Optimizer, *, device: torch.device) -> None:
-        """Raises UserError where the package or the device is missing (`check_optimizer`)."""
+        """Create the optimizer. Raises UserError if the package or the device is missing (`check_optimizer`)."""
         check_optimizer(settings.kind, device=capabilities(device).kind)
         library: Any = import_library()
         self._dequantize = library.functional.dequantize_blockwise
@@ -302,16 +311,17 @@ class LowBitAdam:
         )
 
     def state(self, tensor: Tensor) -> dict[str, Tensor]:
-        """Moments and scales of a tensor by kind; empty before its first update."""
+        """Return moments and scales of a tensor by kind; empty before its first step."""
         found = self.inner.state.get(tensor, {})
         return {kind: found[kind] for kind in KINDS if kind in found}
 
     def updates(self, tensor: Tensor) -> Tensor:
-        """How many it has had, scalar."""
+        """Return the number of steps that the tensor has had, scalar."""
         return torch.tensor(float(self.inner.state[tensor]["step"]))
 
     def second_moment(self, tensor: Tensor) -> Tensor:
-        """v, float32, on the tensor's device (paged moments count as host memory), as the next update will read it."""
+        """Return v, float32, on the tensor's device (paged moments count as host memory), as the next step will read
+        it."""
         state = self.inner.state[tensor]
         if state["state2"].dtype == torch.float32:
             return state["state2"].to(tensor.device, copy=True)
@@ -319,7 +329,7 @@ class LowBitAdam:
         return self._dequantize(moment, absmax=scales, code=code, blocksize=QUANTISED_BLOCK)
 
     def prepare(self, tensor: Tensor, updates: Tensor) -> None:
-        """Room for the state of a tensor that has had so many updates."""
+        """Allocate the state of a tensor that has had `updates` steps."""
         for number, group in enumerate(self.inner.param_groups):
             for place, each in enumerate(group["params"]):
                 if each is tensor:
@@ -331,13 +341,13 @@ class LowBitAdam:
 
 
 LARGEST = 300_000_000
-"""Numbers of a Jacobian, at most: 2.4 GB in float64."""
+"""Maximum entries of a Jacobian: 2.4 GB in float64."""
 _NOISE = 1e-12
-"""Eigenvalues below this share of the largest are the rounding of features that were computed in float32."""
+"""Eigenvalues below this share of the largest are rounding noise of features computed in float32."""
 
 
 def solve(jac: np.ndarray, wanted: np.ndarray, decay: float) -> np.ndarray:
-    """[P]: argmin over θ of ‖wanted − jac·θ‖² + decay·‖θ‖², of least norm; jac [N, P], wanted [N], float64."""
+    """Return argmin over θ of ‖wanted − jac·θ‖² + decay·‖θ‖², of least norm, [P]; jac [N, P], wanted [N], float64."""
     wide = jac.shape[0] <= jac.shape[1]
     values, vectors = np.linalg.eigh(jac @ jac.T if wide else jac.T @ jac)
     kept = values > _NOISE * values[-1]
@@ -348,10 +358,10 @@ def solve(jac: np.ndarray, wanted: np.ndarray, decay: float) -> np.ndarray:
 
 
 class GaussNewton:
-    """Makes the updates of a stage; what it finds lies in the gradients, as minus the step."""
+    """Computes the steps of a stage and stores minus the step in the gradients."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, decay: float) -> None:
-        """parameters: those that move. decay: λ."""
+        """Create the solver. parameters: those that move. decay: λ."""
         self.parameters, self.decay = dict(parameters), decay
 
     def compute(
@@ -360,7 +370,7 @@ class GaussNewton:
         """The step of an update into the gradients; returns its loss before it, as `Engine.forward_backward`.
 
         Raises:
-            UserError: more numbers than `LARGEST`, a parameter outside linear layers.
+            UserError: more numbers than `LARGEST`, or a parameter outside linear layers.
         """
         sizes = [p.numel() for p in self.parameters.values()]
         jacobians, residuals = [], []

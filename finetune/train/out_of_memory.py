@@ -1,8 +1,8 @@
-"""What a stage that ran out of memory tells its user: the plan beside what was measured, and the two cheapest changes.
+"""Error message of a stage that runs out of memory: the plan next to measured memory, and the two cheapest changes.
 
-Changes come in the order of what they cost the run: first those that leave its updates what they are (fewer rows at a
-time, activations computed again), then a backbone or moments in fewer bits, last shorter rows. Each says what it saves
-by the plan; what saves next to nothing is left out.
+Changes are ordered by their cost to the run: first those that leave its steps unchanged (smaller micro-batches,
+recomputed activations), then fewer bits for the base model or the moments, last shorter rows. Each states what it saves
+by the plan; one that saves next to nothing is omitted.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
     from .stage import TrainingStage
 
 _WORTH = 0.03
-"""Share of the plan that a change saves at least to be named."""
+"""Smallest share of the plan that a proposed change must save."""
 _NF4_BYTES = 0.5 + 4 / 64
-"""Of a value in 4 bits, its share of a scale included (`flatshift.finetune.models.quantize`)."""
+"""Bytes per value in 4 bits, including its share of a scale (`flatshift.finetune.models.quantize`)."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class MemoryAtFailure:
-    """Bytes when it broke."""
+    """Memory in bytes at the failure."""
 
     place: str
-    """cuda:0, or `this machine`."""
+    """Device: cuda:0, or `this machine`."""
     held: int
     """Allocated tensors on a CUDA device; the process's resident memory on a CPU."""
     reserved: int | None
-    """What the allocator had from a CUDA device, tensors and gaps; None on a CPU."""
+    """Memory reserved by the allocator on a CUDA device, including gaps; None on a CPU."""
     total: int | None
-    """Of the device, or of the machine; None where it cannot be told."""
+    """Size of the device or of the machine's memory; None if unknown."""
     others: int = 0
-    """What other processes have of a CUDA device."""
+    """Memory of other processes on a CUDA device."""
 
     def __str__(self) -> str:
         of = f" of {gib(self.total)}" if self.total is not None else ""
@@ -68,21 +68,21 @@ class MemoryAtFailure:
 
 @dataclass(frozen=True)
 class SettingChange:
-    """One thing to set otherwise."""
+    """One proposed change of settings."""
 
     setting: str
-    """As flags are written."""
+    """Setting and value, as flags are written."""
     cost: str
-    """What it does to the run."""
+    """Effect on the run."""
     saves: int
-    """Bytes by the plan."""
+    """Bytes saved by the plan."""
 
     def __str__(self) -> str:
         return f"{self.setting} ({self.cost}; saves {gib(self.saves)} by the plan)"
 
 
 def measure(device: torch.device) -> MemoryAtFailure:
-    """What is held now; call it before the failed pass is let go."""
+    """Return the memory in use now; call it before the failed pass is released."""
     if device.type != "cuda":
         return _measured_host()
     held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -99,7 +99,7 @@ def _measured_host() -> MemoryAtFailure:
 
 
 def asked_for(error: BaseException) -> int | None:
-    """Bytes of the allocation that failed, as torch's message has them; None where it says nothing."""
+    """Return the bytes of the failed allocation, parsed from torch's message; None if it does not contain them."""
     found = _ASKED.search(str(error))
     if found is None:
         return None
@@ -109,11 +109,11 @@ def asked_for(error: BaseException) -> int | None:
 
 
 def planned(engine: Engine, *, train: Train, optimizer: Optimizer, measured: MemoryAtFailure) -> MemoryPlan:
-    """The plan of this rank. On a mesh activations were not planned: they are what was held beyond all else."""
+    """Return the memory plan of this rank. On a mesh activations are not planned: they are the measured rest."""
     if engine.world.size == 1:
         try:
             return memory_plan(engine.model, train=train, kind=optimizer.kind)
-        except Exception:  # too little memory is left even for a short row
+        except Exception:  # too little memory even for a short row
             gc.collect()
     adapter = sum(local(p).nbytes for p in engine.parameters.values())
     frozen = sum(local(p).nbytes for p in engine.model.parameters() if not p.requires_grad)
@@ -124,7 +124,7 @@ def planned(engine: Engine, *, train: Train, optimizer: Optimizer, measured: Mem
 
 
 def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimizer) -> list[SettingChange]:
-    """What could be set otherwise, the cheapest first; only what this run allows and what saves something."""
+    """Return the changes that this run allows and that save something, the cheapest first."""
     world = engine.world
     found = []
     rows = train.batch_size // engine.share[1]
@@ -152,7 +152,8 @@ def changes(engine: Engine, plan: MemoryPlan, *, train: Train, optimizer: Optimi
 
 
 def _kept_of_whole_blocks(model: nn.Module, plan: MemoryPlan, *, rows: int, train: Train) -> int | None:
-    """Bytes of activations under `train.checkpointing: full`: each block's input, and one block's own at a time."""
+    """Return the activation bytes under `train.checkpointing: full`: each block's input, and one block's own at a
+    time."""
     depth, config = len(blocks(model)), getattr(model, "config", None)
     hidden: Any = getattr(config, "hidden_size", None)
     if not depth or not isinstance(hidden, int):
@@ -162,7 +163,7 @@ def _kept_of_whole_blocks(model: nn.Module, plan: MemoryPlan, *, rows: int, trai
 
 
 def _four_bits(model: nn.Module) -> int:
-    """Bytes that 4 bits save of the frozen linear layers, the head apart."""
+    """Return the bytes that 4 bits save for the frozen linear layers, except the head."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     saved = 0.0
     for module in model.modules():
@@ -173,14 +174,15 @@ def _four_bits(model: nn.Module) -> int:
 
 
 def _plain_start(engine: Engine) -> bool:
-    """Whether the adapter starts as packed weights allow: nothing of them was taken out for it."""
+    """Return True if the adapter's initialisation works with packed weights: nothing was subtracted from them for
+    it."""
     configs = getattr(engine.peft, "peft_config", {}).values()
     return all(getattr(config, "init_lora_weights", None) in (True, False) for config in configs)
 
 
 @contextlib.contextmanager
 def oom_context(place: str) -> Iterator[None]:
-    """An error that leaves knows that it came from `place`, for the message of `OutOfMemoryHandler`."""
+    """Attach `place` to an exception raised inside, for the message of `OutOfMemoryHandler`."""
     try:
         yield
     except Exception as error:
@@ -194,7 +196,7 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
     def __init__(self, engine: Engine, stage: TrainingStage) -> None:
         self._engine, self._stage = engine, stage
         self.keeper: Checkpointer | None = None
-        """Knows the step; None until the stage has one."""
+        """Provides the current step; None until the stage has one."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -209,6 +211,7 @@ class OutOfMemoryHandler(contextlib.AbstractContextManager["OutOfMemoryHandler"]
         engine, stage, run = self._engine, self._stage, self._stage.run
         measured = measure(engine.device)
         run.log(f"{stage.name}: out of memory in {where}: {str(error).strip()}")
+        # planning below runs a short pass, which needs the memory of the failed one
         _let_go(error, engine)
         train = stage.task.as_read(stage.train)
         plan = planned(engine, train=train, optimizer=stage.optimizer, measured=measured)
@@ -233,7 +236,7 @@ def message(
     plan: MemoryPlan,
     options: list[SettingChange],
 ) -> str:
-    """What happened, what was planned, and what to change."""
+    """Return the error message: the failure, the plan, and the proposed changes."""
     who = f"rank {engine.world.rank} " if engine.world.size > 1 else ""
     asked = asked_for(error)
     more = f" and {gib(asked)} more asked for" if asked else ""
@@ -254,7 +257,7 @@ def message(
 
 
 def _let_go(error: BaseException, engine: Engine) -> None:
-    """Free what the failed pass still holds: the frames of the traceback keep its activations alive."""
+    """Free the memory of the failed pass: the frames of the traceback keep its activations alive."""
     shown: BaseException | None = error
     while shown is not None:
         traceback.clear_frames(shown.__traceback__)

@@ -1,10 +1,10 @@
-"""How much memory updates take, to be put beside the plan (`flatshift.finetune.planner.memory`).
+"""Peak memory of steps, for comparison with the plan (`flatshift.finetune.planner.memory`).
 
-On a CUDA device it is the allocator's own peak. On a CPU a thread asks the C library, while an update runs, how much it
-has handed out (glibc's mallinfo2), and what that was before the update is taken off: weights, the adapter and the
-optimizer's state are then not in it, and peaks between two samples are missed. The first update also loads libraries,
-so it counts only where it is the only one. What the process grew by in resident memory since before all updates is told
-beside it: the C library keeps what was given back to it, and oneDNN what it has compiled. It may be twice as much.
+On a CUDA device it is the allocator's own peak. On a CPU a thread polls the C library during a step for its bytes in
+use (glibc's mallinfo2), minus their number before the step: weights, the adapter and the optimizer's state are then not
+included, and peaks between two samples are missed. The first step also loads libraries, so it counts only if it is the
+only one. The growth of the process's resident memory since before all steps is reported next to it: the C library keeps
+freed memory, and oneDNN what it has compiled. It may be twice as much.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EVERY = 0.02
 
 @dataclass(frozen=True)
 class PlannedUpdate:
-    """What was said before step 1."""
+    """Planned memory and time of a step, as printed before step 1."""
 
     memory: MemoryPlan
     seconds: float | None = None
@@ -35,13 +35,13 @@ class PlannedUpdate:
 
 
 class UpdateMeter:
-    """The peak of memory during updates, and their seconds without the first."""
+    """Measures peak memory during steps, and their seconds without the first."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._peak: int | None = None
         self._level = 0
-        """Bytes handed out before the update under way (CPU)."""
+        """Bytes in use before the current step (CPU)."""
         self._reserved: int | None = None
         self._seconds: list[float] = [0.0, 0.0]  # sum and count of all but the first
         self._made = 0
@@ -51,7 +51,7 @@ class UpdateMeter:
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """Around an update."""
+        """Surround a step."""
         began = time.monotonic()
         with self._allocator() if self._device.type == "cuda" else self._sampled():
             yield
@@ -62,7 +62,7 @@ class UpdateMeter:
 
     @contextlib.contextmanager
     def _allocator(self) -> Iterator[None]:
-        """What rises outside of updates, in an evaluation, is not theirs."""
+        """Read the allocator's peak; one that rises outside of steps, as in an evaluation, is ignored."""
         before = torch.cuda.max_memory_allocated(self._device)
         yield
         after = torch.cuda.max_memory_allocated(self._device)
@@ -72,7 +72,7 @@ class UpdateMeter:
     @contextlib.contextmanager
     def _sampled(self) -> Iterator[None]:
         done, self._level = threading.Event(), handed_out() or 0
-        if self._made == 1:  # the first made more than the others do
+        if self._made == 1:  # the first step also allocates one-off memory
             self._peak = None
 
         def watch() -> None:
@@ -96,11 +96,11 @@ class UpdateMeter:
             self._reserved = max(self._reserved or 0, resident - self._base)
 
     def beside(self, planned: PlannedUpdate) -> dict[str, Any]:
-        """Plan and measure as `stages/<name>/done.json` has them. Bytes and seconds; None: not known.
+        """Return plan and measurements for `stages/<name>/done.json`. Bytes and seconds; None: unknown.
 
-        `predicted` is of the same causes as `measured`: all of them on a CUDA device, on a CPU those that come and go
-        with every update (gradients, activations, work, what the regularizer holds). `reserved`: what the allocator has
-        from a CUDA device; what the process grew by on a CPU.
+        `predicted` has the same causes as `measured`: all of them on a CUDA device; on a CPU those that come and go
+        with every step (gradients, activations, work, memory of the regularizer). `reserved`: memory held by the
+        allocator on a CUDA device; growth of the process on a CPU.
         """
         memory, (total, count) = planned.memory, self._seconds
         cuda = self._device.type == "cuda"

@@ -1,9 +1,9 @@
-"""The next update's micro-batches, made and copied to a CUDA device while the current update computes.
+"""Prefetching of micro-batches: the next step's are built and copied to a CUDA device while the current step computes.
 
 Batches are a pure function of the step, so asking for the next one early changes nothing: the same tensors come in the
-same order, and a stage that stops or jumps to another step throws away at most one update's rows. One thread makes
-them, pins them and queues the copy on a stream of its own; what computes waits for that copy on the device, not on the
-host. On a CPU there is nothing to hide, and the loop asks its batches itself.
+same order, and a stage that stops or jumps to another step discards at most one step's rows. One thread builds them,
+pins them and queues the copy on its own stream; the computation waits for that copy on the device, not on the host. On
+a CPU there is nothing to overlap, and the loop asks its batches directly.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from ..parallel.engine import Engine
 
 _LABELS, _STARTS, _CHOSEN = "labels", "sample starts", "chosen"
-"""Names beside those of the inputs while they travel."""
+"""Names in a transfer, next to those of the inputs."""
 
 
 class BatchSource(Protocol):
-    """What is asked for batches (`flatshift.finetune.data.batches.TrainingDataLoader`)."""
+    """Source of batches (`flatshift.finetune.data.batches.TrainingDataLoader`)."""
 
     @property
     def packed(self) -> bool: ...
@@ -42,15 +42,15 @@ class BatchSource(Protocol):
 
 
 class Lane(Protocol):
-    """How tensors come to a device beside what computes there."""
+    """Transfer of tensors to a device in parallel with its computation."""
 
     device: torch.device
 
     def send(self, tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], Any]:
-        """Queue the copies of host tensors; (the pinned ones, those on the device, a token to wait for)."""
+        """Queue the copies of host tensors; return the pinned ones, those on the device, and a token to wait for."""
 
     def join(self, tensors: dict[str, Tensor], token: Any) -> None:
-        """Let the computation that is queued from here on wait for the copies behind `token`."""
+        """Make the computation queued from here on wait for the copies behind `token`."""
 
 
 class CudaLane:
@@ -74,24 +74,24 @@ class CudaLane:
         current = torch.cuda.current_stream(self.device)
         current.wait_event(token)
         for tensor in tensors.values():
-            tensor.record_stream(current)  # else its memory could be given away while this stream still reads
+            tensor.record_stream(current)  # otherwise its memory could be reused while this stream still reads it
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBatch(MicroBatch):
-    """A micro-batch in pinned host memory whose copy to a device is under way."""
+    """A micro-batch in pinned host memory with a copy to a device in progress."""
 
     lane: Lane = field(repr=False, compare=False)
     there: dict[str, Tensor] = field(repr=False, compare=False)
-    """Inputs by name, labels under `_LABELS`, which of them count under `_CHOSEN`, where samples begin under
+    """Inputs by name, labels under `_LABELS`, indices of targets under `_CHOSEN`, offsets of samples under
     `_STARTS`."""
     token: Any = field(repr=False, compare=False)
     longest: int = 0
-    """Tokens of the longest sample, where the model is told where samples begin."""
+    """Tokens of the longest sample, if the model gets offsets of samples."""
 
     @classmethod
     def over(cls, lane: Lane, micro: MicroBatch, *, apart: bool = False) -> DeviceBatch:
-        """Send `micro` over `lane`; apart: with the places where the samples of packed rows begin."""
+        """Send `micro` over `lane`; apart: with the offsets of samples in packed rows."""
         tensors, longest = {**micro.inputs, _LABELS: micro.labels}, 0
         if apart and "position_ids" in micro.inputs:
             tensors[_STARTS], longest = starts(micro.inputs["position_ids"])
@@ -103,7 +103,7 @@ class DeviceBatch(MicroBatch):
         return cls(**host, lane=lane, there=there, token=token, longest=longest)
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The copy on the lane's device, which what computes next waits for; another device's is made anew."""
+        """Return the copy on the lane's device and make the computation wait for it; copy again for another device."""
         if torch.device(device) != self.lane.device:
             return MicroBatch(**{each.name: getattr(self, each.name) for each in fields(MicroBatch)}).to(device)
         self.lane.join(self.there, self.token)
@@ -124,27 +124,28 @@ class _Update:
 
 
 class Prefetch:
-    """`at` and `supervised` of `source`, of which the step after the last one asked for is made meanwhile.
+    """Prefetching wrapper of `source`: the step after the last requested one is prepared in the background.
 
-    All work of `source` is done by one thread, in order. An error in it is raised where its step is asked for.
+    All work of `source` is done by one thread, in order. An error in it is raised when its step is requested.
     """
 
     def __init__(self, source: BatchSource, lane: Lane, *, apart: bool = False) -> None:
-        """apart: the model is told where the samples of packed rows begin (`flatshift.finetune.compute.attention`)."""
+        """Start the thread. apart: the model gets the offsets of samples in packed rows
+        (`flatshift.finetune.compute.attention`)."""
         self.packed = source.packed
         self._source, self._lane, self._apart = source, lane, apart
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._asked: dict[int, Future[_Update]] = {}
-        """The last step asked for and the one after it."""
+        """The last requested step and the next one."""
 
     def at(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of an update, on their way to the device; those of the next one are begun."""
+        """Return the micro-batches of a step, in transfer to the device, and begin those of the next one."""
         made = self._of(step).micros
         self._begin(step + 1)
         return made
 
     def supervised(self, step: int) -> int:
-        """The divisor of an update's loss."""
+        """Return the divisor of a step's loss."""
         return self._of(step).supervised
 
     def _of(self, step: int) -> _Update:
@@ -163,14 +164,14 @@ class Prefetch:
         return _Update(step, list(micros), count)
 
     def close(self) -> None:
-        """Drop what nobody asked for yet and end the thread."""
+        """Drop unrequested batches and end the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._asked.clear()
 
 
 @contextlib.contextmanager
 def with_prefetch(batches: Any, engine: Engine, *, train: Train, say: Callable[[str], None]) -> Iterator[Any]:
-    """`batches` themselves, or on CUDA what makes them ahead; its thread ends with the block, however that ends.
+    """Yield `batches` themselves, or on CUDA a `Prefetch` of them, whose thread ends with the block.
 
     There, packed rows are attended to sample by sample where that is possible, and `say` is told. Pipelines,
     which cut rows on the host, ask their batches themselves.

@@ -1,4 +1,4 @@
-"""The learning rate of every update of a stage, also of one that trains on after its end."""
+"""Learning rate of every step of a stage, including one that continues after its planned end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..digests import DONE
 
 
 def learning_rate(step: int, *, steps: int, optimizer: Optimizer) -> float:
-    """Learning rate of the update from `step` to `step + 1` (0 ≤ step < steps).
+    """Return the learning rate of the step from `step` to `step + 1` (0 ≤ step < steps).
 
-    The first w = round(warmup · steps) updates rise linearly, lr · (step + 1)/(w + 1). Then, with
-    p = (step − w)/(steps − w), `cosine` is lr · (1 + cos πp)/2, `linear` is lr · (1 − p), `constant` stays; zero would
-    come right after the last update.
+    The first w = round(warmup · steps) steps rise linearly, lr · (step + 1)/(w + 1). Then, with p = (step − w)/(steps −
+    w), `cosine` is lr · (1 + cos πp)/2, `linear` is lr · (1 − p), `constant` stays; zero would be reached right after
+    the last step.
     """
     rise = min(round(optimizer.warmup * steps), steps - 1)
     if step < rise:
@@ -31,21 +31,21 @@ def learning_rate(step: int, *, steps: int, optimizer: Optimizer) -> float:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rates by the number of updates made before; a call is `learning_rate`."""
+    """Learning rates by number of completed steps; calling it is like `learning_rate`."""
 
     optimizer: Optimizer
     steps: int
     extend: Extend = "stretch"
     begin: int = 0
-    """Updates of the training that ended and goes on; 0: none did."""
+    """Steps of the finished training that is extended; 0: none."""
     planned: int = 0
-    """Updates that it was to make: more than `begin` where it stopped early."""
+    """Planned steps of that training: more than `begin` if it stopped early."""
     end: float = 0.0
-    """The rate of its last update."""
+    """Learning rate of its last step."""
 
     @classmethod
     def of(cls, train: Train, optimizer: Optimizer, folder: Path) -> Schedule:
-        """Of a stage whose own files are in `folder`."""
+        """Return the schedule of a stage with its files in `folder`."""
         record = read_object(folder / DONE) if (folder / DONE).is_file() else {}
         if not record.get("steps") or record["target_steps"] == train.steps:
             return cls(optimizer, train.steps)
@@ -63,7 +63,7 @@ class Schedule:
         return learning_rate(step - self.begin, steps=self.steps - self.begin, optimizer=self.optimizer)
 
     def line(self) -> str:
-        """Sentence on the rate where training goes on."""
+        """Describe the learning rate of the continued training in a sentence."""
         meaning = {
             "stretch": f"that of a run of {self.steps:,} updates",
             "rewarm": "by a schedule of their own",

@@ -1,7 +1,7 @@
-"""A small Llama decoder trained from its first values, to judge what it reads with: a tokenizer, a pool.
+"""A small Llama decoder trained from scratch to evaluate a tokenizer or a pool.
 
-Weights, order and steps come from a seed and from bytes of text, never from tokens: two tokenizers are shown the same
-pieces of the same documents in the same order, and the models that read them have equally many parameters.
+Weights, order and steps depend on a seed and on bytes of text, never on tokens: two tokenizers get the same pieces of
+the same documents in the same order, and their models have the same number of parameters.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallDecoder:
-    """Its shape and its training."""
+    """Architecture and training settings of the small decoder."""
 
     hidden: int = 96
     """Width; a multiple of 32, the width of a head."""
     layers: int = 3
-    """Blocks."""
+    """Number of blocks."""
     bytes: int = 500_000
-    """UTF-8 bytes of text that it is shown; the text begins again, in another order, where it ends before."""
+    """UTF-8 bytes of training text; a shorter text is repeated in another order."""
     piece: int = 256
-    """Documents are cut into pieces of at most so many bytes; a piece is a row."""
+    """Documents are cut into pieces of at most this many bytes; a piece is a row."""
     batch_size: int = 8
-    """Pieces of one update."""
+    """Pieces per optimizer step."""
     lr: float = 3e-3
-    """Peak learning rate of AdamW; linear over the first tenth of the updates, then a cosine."""
+    """Peak learning rate of AdamW; linear warm-up over the first tenth of the steps, then a cosine."""
 
     def __post_init__(self) -> None:
         check_bounds(self, hidden=(32, None), layers=(1, None), bytes=(1, None), piece=(16, None), batch_size=(1, None))
@@ -53,7 +53,7 @@ class SmallDecoder:
 
 
 def pieces(texts: Sequence[str], size: int) -> list[str]:
-    """`texts` in pieces of at most `size` bytes of UTF-8, cut between characters; in order, none empty."""
+    """Return `texts` in pieces of at most `size` bytes of UTF-8, cut between characters; in order, none empty."""
     found = []
     for text in texts:
         raw, start = text.encode(), 0
@@ -67,9 +67,9 @@ def pieces(texts: Sequence[str], size: int) -> list[str]:
 
 
 def schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) -> list[np.ndarray]:
-    """The updates: numbers of the pieces of each, drawn without replacement within an epoch, until `budget` bytes.
+    """Return the pieces of each step by number, drawn without replacement within an epoch, until `budget` bytes.
 
-    sizes: bytes of each piece. The last update is a whole one, so at most one batch more than the budget is seen.
+    sizes: bytes of each piece. The last step is a full one, so the budget is exceeded by at most one batch.
     """
     steps: list[np.ndarray] = []
     seen, epoch, waiting = 0, 0, np.empty(0, dtype=np.int64)
@@ -86,7 +86,8 @@ def schedule(sizes: Sequence[int], budget: int, batch: int, *, seed: int) -> lis
 
 
 def build(settings: SmallDecoder, *, vocabulary: int, seed: int) -> LlamaForCausalLM:
-    """The decoder in float32 with tied embeddings; its values depend on `seed` and each parameter's name alone."""
+    """Return the decoder in float32 with tied embeddings; its values depend only on `seed` and each parameter's
+    name."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -95,7 +96,7 @@ def build(settings: SmallDecoder, *, vocabulary: int, seed: int) -> LlamaForCaus
         intermediate_size=settings.hidden * 8 // 3 // 32 * 32,
         num_hidden_layers=settings.layers,
         num_attention_heads=settings.hidden // 32,
-        max_position_embeddings=2 * settings.piece + 2,  # a byte is two tokens at most, of an escape or a capital
+        max_position_embeddings=2 * settings.piece + 2,  # a byte is at most two tokens, for an escape or a capital
         tie_word_embeddings=True,
         pad_token_id=0,
         bos_token_id=1,
@@ -120,15 +121,17 @@ def train_and_judge(
     vocabulary: int,
     seed: int,
 ) -> tuple[np.ndarray, int]:
-    """Train a decoder on `training` and read `held_out` by it.
+    """Train a decoder on `training` and evaluate it on `held_out`.
 
-    Arguments:
+    Args:
         tokenizer: with <bos>; at most `vocabulary` tokens.
         vocabulary: rows of the embedding, so that models of several tokenizers have the same parameters.
+
     Returns:
-        nats (N,) float64 of each held-out document, its pieces summed, and the tokens seen in training.
+        Nats (N,) float64 of each held-out document, its pieces summed, and the number of tokens seen in training.
+
     Raises:
-        UserError: a tokenizer of more tokens than `vocabulary`, or fewer pieces than one update takes.
+        UserError: a tokenizer of more tokens than `vocabulary`, or fewer pieces than one step needs.
     """
     if len(tokenizer) > vocabulary:
         raise UserError(f"this tokenizer has {len(tokenizer)} tokens, more than the model's {vocabulary}")
@@ -145,7 +148,7 @@ def train_and_judge(
     optimizer = AdapterOptimizer(dict(model.named_parameters()), rates)
     tokens = 0
     for step, rows in enumerate(steps):
-        # On the right: a causal model does not look back at it.
+        # Padding on the right needs no mask: a causal model never attends to it.
         inputs, _ = padded([examples[i].input_ids for i in rows], 0, left=False)
         labels, _ = padded([examples[i].labels for i in rows], IGNORE, left=False)
         logits = model(input_ids=inputs, use_cache=False).logits[:, :-1]
@@ -163,12 +166,12 @@ def train_and_judge(
 
 
 def parameters(settings: SmallDecoder, vocabulary: int) -> int:
-    """Of the decoder, the tied embedding once."""
+    """Return the number of the decoder's parameters, counting the tied embedding once."""
     return sum(p.numel() for p in build(settings, vocabulary=vocabulary, seed=0).parameters())
 
 
 def _examples(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Example]:
-    """`<bos> text`, every token of the text supervised."""
+    """Return one example `<bos> text` per text; every token of the text is a target."""
     bos = tokenizer.bos_token_id
     ids = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
     return [

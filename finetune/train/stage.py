@@ -95,10 +95,10 @@ class TrainingStage:
 
 def check_best(train: Train, task: Task) -> None:
     """Raise UserError for a `train.best` that no dev evaluation of `task` has."""
-    check_judged(train.best, task, "train.best")
+    check_metric(train.best, task, "train.best")
 
 
-def check_judged(metric: str, task: Task, setting: str) -> None:
+def check_metric(metric: str, task: Task, setting: str) -> None:
     """Raise UserError, beginning with `setting`, for a metric that `task` is not judged by; `auto` and `loss` always
     go."""
     if metric in ("auto", "loss"):
@@ -110,7 +110,7 @@ def check_judged(metric: str, task: Task, setting: str) -> None:
         raise UserError(f"{setting}: {metric} is not judged for task.kind: {task.kind} as set; there are {known}")
 
 
-def judged_apart(train: Train, task: Task) -> str | None:
+def full_evaluation_metric(train: Train, task: Task) -> str | None:
     """The metric of `train.best` that takes a whole judgement of the dev rows; None for loss and accuracy."""
     quick = ("auto", "loss", "accuracy") if task.accuracy else ("auto", "loss")
     return None if train.best in quick else train.best
@@ -134,7 +134,7 @@ def positions_left(limit: int, model: Any) -> str:
     return beside if front else f"this backbone's {limit} positions"
 
 
-def ended(stage: TrainingStage) -> StageResult | None:
+def finished_result(stage: TrainingStage) -> StageResult | None:
     """How a stage that is done ended; None where there is work left."""
     file = stage.run.path / "stages" / stage.name / DONE
     if not file.is_file():

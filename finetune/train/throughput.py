@@ -1,19 +1,18 @@
-"""Tokens a second, the floating-point operations of a step, and their share of the device's peak: MFU and HFU (PaLM,
+"""Tokens per second, the floating-point operations of a step, and their share of the device's peak: MFU and HFU (PaLM,
 2204.02311, appendix B).
 
-The model's operations (MFU) are those that the method takes for the tokens of the rows; the hardware's (HFU) those that
-the device is made to do: padding, and what checkpointing computes again, too.
+The model's operations (MFU) are those that the method needs for the tokens of the rows; the hardware's (HFU) are those
+that the device executes, including padding and what checkpointing recomputes.
 
-**Operations** are counted from the shapes that layers are given. A frozen layer with n weights costs 2n a token forward
-and 2n backward, for the gradient of its input; it has no gradient of its own, so full fine-tuning's 6n are 4n here. A
-factor of the adapter with n weights costs 6n. What lies below the first adapted layer needs no gradient at all, so the
-layers of the first block that are given the embeddings cost 2n (frozen) and 4n (A). Embeddings cost nothing. Attention
-costs 4·d a pair of tokens forward, d the width of all heads, and 2·d for each of the four products backward that has
-somebody to serve; causal masks are not taken off (the convention of PaLM, 2204.02311, appendix B, and of torch's own
-counter).
+**Operations** are counted from the shapes of the layers' inputs. A frozen layer with n weights costs 2n per token
+forward and 2n backward, for the gradient of its input; it has no gradient of its own, so full fine-tuning's 6n are 4n
+here. A factor of the adapter with n weights costs 6n. Below the first adapted layer no gradient is needed, so the
+layers of the first block that receive the embeddings cost 2n (frozen) and 4n (A). Embeddings cost nothing. Attention
+costs 4·d per pair of tokens forward, d the width of all heads, and 2·d for each of the four backward products that is
+needed; causal masks are not subtracted (the convention of PaLM, 2204.02311, appendix B, and of torch's own counter).
 
-Counted are products of linear layers and of attention; a mixture's grouped experts, convolutions and the norms of DoRA
-are not.
+Only products of linear layers and of attention are counted; a mixture's grouped experts, convolutions and the norms of
+DoRA are not.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ if TYPE_CHECKING:
 
 
 EVERY = 10
-"""Updates that one line of figures is of."""
+"""Steps per row of throughput metrics."""
 
 
 class ThroughputMeter:
-    """Counts the work of an engine's updates and the time that they take; the first update is not in it."""
+    """Counts the work and the time of an engine's steps, except the first."""
 
     def __init__(self, engine: Engine, *, peak_tflops: float | None) -> None:
-        """peak_tflops: of one device, TFLOP/s; None: no MFU."""
+        """Create a meter. peak_tflops: of one device, TFLOP/s; None: no MFU."""
         self._engine, self._peak = engine, peak_tflops
         self._cost: Cost | None = None
         self._first = True
@@ -56,7 +55,7 @@ class ThroughputMeter:
 
     @contextmanager
     def watching(self, micros: Sequence[MicroBatch], *, head: Head | None) -> Iterator[None]:
-        """Around a forward and backward pass over an update's micro-batches of this rank."""
+        """Surround a forward and backward pass over a step's micro-batches of this rank."""
         if self._first:
             with self._counting(micros, head) if self._cost is None else nullcontext():
                 yield
@@ -65,7 +64,7 @@ class ThroughputMeter:
             self._now.work(micros, self._cost, ranks=self._engine.world.width("cp"))
 
     def ahead(self, micro: MicroBatch, *, task: Task, head: Head | None, around: AbstractContextManager[Any]) -> None:
-        """Count in a forward pass of its own, where hooks in the first update would become part of what is compiled."""
+        """Count in a separate forward pass, if hooks in the first step would be compiled into the model."""
         with self._counting([micro], head), around:
             batch_loss(self._engine.model, micro.to(self._engine.device), task=task, head=head)
 
@@ -74,10 +73,10 @@ class ThroughputMeter:
         world = self._engine.world
         width = attention_width(self._engine.peft.config)
         if width is None or any("decoder_input_ids" in micro.inputs for micro in micros):
-            yield  # an encoder and a decoder have two kinds of rows: tokens are counted, operations are not
+            yield  # seq2seq has two kinds of rows: tokens are counted, operations are not
             return
         tally = FlopCounter()
-        # heads are cut along tp; along cp a rank has some of the queries and all keys
+        # heads are split along tp; along cp a rank has some of the queries and all keys
         with tally.watching(self._engine.model, width=width * world.width("cp") / world.width("tp"), head=head):
             yield
         if tally.lost is not None:
@@ -88,9 +87,10 @@ class ThroughputMeter:
         )
 
     def updated(self, seconds: float) -> MetricTensors:
-        """An update has ended that took so long; every `EVERY` updates the figures of the last ones, else nothing.
+        """Record a step that took `seconds`; return the metrics of the last `EVERY` steps once they are complete, else
+        nothing.
 
-        Collective then, on a mesh: all ranks get the same. No wait for the device.
+        Collective when it returns metrics: all ranks of a mesh get the same. Does not wait for the device.
         """
         nothing = MetricTensors(torch.empty(0), lambda numbers: {})
         first, self._first = self._first, False
@@ -108,13 +108,13 @@ class ThroughputMeter:
         return self._figures(now)
 
     def whole(self) -> dict[str, float]:
-        """Figures of all updates of this attempt but the first; empty where there were none. Collective."""
+        """Return the metrics of all steps of this attempt but the first; empty if there were none. Collective."""
         self._all.add(self._now)
         self._now = _Sums()
         return self._figures(self._all).read() if self._all.updates else {}
 
     def _figures(self, sums: _Sums) -> MetricTensors:
-        """`tokens_s` of the whole mesh; `tflops` of one device, and `mfu` and `hfu`, its share of the peak."""
+        """Return `tokens_s` of the whole mesh; `tflops` of one device, and `mfu` and `hfu`, its share of the peak."""
         world = self._engine.world
         work = torch.tensor([sums.model, sums.hardware, sums.tokens], dtype=torch.float64)
         if world.size > 1:
@@ -131,7 +131,7 @@ class ThroughputMeter:
                 model, hardware = (w / seconds / world.size / 1e12 for w in both)
                 figures["tflops"] = model
                 if self._peak is not None:
-                    self._peak = max(self._peak, hardware)  # what was done can be done: a busy machine was measured
+                    self._peak = max(self._peak, hardware)  # the measured peak was too low: the machine was busy
                     figures |= {"mfu": model / self._peak, "hfu": hardware / self._peak}
             return {name: float(f"{value:.4g}") for name, value in figures.items()}
 
@@ -139,7 +139,7 @@ class ThroughputMeter:
 
 
 class _Sums:
-    """What some updates came to on this rank."""
+    """Work of several steps on this rank."""
 
     def __init__(self) -> None:
         self.passes = self.updates = 0
@@ -152,7 +152,7 @@ class _Sums:
             self.tokens += tokens
             if cost is not None:
                 rows, width = micro.inputs["input_ids"].shape
-                answers = getattr(micro, "sides", None) is not None  # which are counted, and not their tokens
+                answers = getattr(micro, "sides", None) is not None  # answers are counted, not their tokens
                 supervised = (len(micro.chosen) if answers and micro.chosen is not None else micro.supervised) / ranks
                 self.model += cost.model(tokens, pairs, supervised)
                 self.hardware += cost.hardware(rows * width, rows * width * width, supervised)
@@ -163,12 +163,12 @@ class _Sums:
 
 
 def _real(micro: MicroBatch) -> tuple[int, int]:
-    """Tokens of a micro-batch without padding, and pairs of tokens that belong to one sample."""
+    """Return the tokens of a micro-batch without padding, and its pairs of tokens that belong to one sample."""
     counted: tuple[int, int] | None = getattr(micro, "real", None)
     if counted is not None:
         return counted
     inputs: dict[str, Any] = micro.inputs
-    if "position_ids" in inputs:  # packed: a sample begins where positions do, and what fills a row behind the last
+    if "position_ids" in inputs:  # packed: positions restart at each sample; the run after the last one is padding
         lengths = torch.cat(
             [_runs(row)[: len(held)] for row, held in zip(inputs["position_ids"], micro.rows, strict=True)]
         )
@@ -181,13 +181,13 @@ def _real(micro: MicroBatch) -> tuple[int, int]:
 
 
 def _runs(positions: Tensor) -> Tensor:
-    """Lengths of the runs 0, 1, 2, … that a row's positions are made of."""
+    """Return the lengths of the runs 0, 1, 2, … in a row's positions."""
     starts = (positions == 0).nonzero().flatten()
     return torch.diff(starts, append=torch.tensor([len(positions)], device=starts.device))
 
 
 RATES = frozenset({"tokens_s", "tflops", "mfu", "hfu"})
-"""What a line of metrics.jsonl has of them (`flatshift.finetune.train.throughput`)."""
+"""Throughput metrics in a row of metrics.jsonl (`flatshift.finetune.train.throughput`)."""
 
 
 # -------------------------------------------------------------------------------------------- floating-point operations
@@ -198,50 +198,52 @@ _FUSED = ("qkv", "query_key_value", "c_attn", "in_proj")
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations of forward and backward of one rank."""
+    """Operations of one rank, forward and backward."""
 
     token: float
-    """Of linear layers, for each position of its rows."""
+    """Linear layers, per position of its rows."""
     pair: float
-    """Of attention, for each pair of positions of a row."""
+    """Attention, per pair of positions of a row."""
     supervised: float
-    """Of the output head, for each supervised token, where the loss is made in slices."""
+    """Output head, per target token, if the loss is computed in slices."""
     again_token: float
-    """What checkpointing computes again, for each position."""
+    """Recomputation by checkpointing, per position."""
     again_pair: float
-    """And for each pair."""
+    """Recomputation by checkpointing, per pair."""
 
     def model(self, tokens: float, pairs: float, supervised: float) -> float:
-        """What the method takes: nothing twice."""
+        """Return the operations that the method needs, without recomputation."""
         return self.token * tokens + self.pair * pairs + self.supervised * supervised
 
     def hardware(self, positions: float, pairs: float, supervised: float) -> float:
-        """What the device is made to do: what is computed again too."""
+        """Return the operations that the device executes, including recomputation."""
         linear, attention = self.token + self.again_token, self.pair + self.again_pair
         return linear * positions + attention * pairs + self.supervised * supervised
 
 
 @dataclass
 class FlopCounter:
-    """Adds up the operations of the forward passes that go on inside `watching`, and of their backward."""
+    """Sums the operations of the forward passes inside `watching` and of their backward passes."""
 
     linear: float = 0.0
     attention: float = 0.0
     again_linear: float = 0.0
     again_attention: float = 0.0
     lost: Exception | None = None
-    """Why a layer could not be counted: what it is given or gives is of no known form. The sums are then too small."""
+    """Error of a layer that could not be counted because its inputs or outputs have an unknown form. The sums are then
+    a lower bound."""
     _forward: dict[nn.Module, tuple[float, float]] = field(default_factory=dict)
-    """Operations of each layer's last forward pass, linear and of attention."""
+    """Operations of each layer's last forward pass: linear, attention."""
 
     @contextmanager
     def watching(self, model: nn.Module, *, width: float, head: Head | None) -> Iterator[None]:
-        """Hooks on the linear layers and attention modules of `model`; nothing that is computed changes, and a layer
-        that cannot be counted ends nothing (`lost`).
+        """Hook the linear layers and attention modules of `model` inside.
+
+        Results are unchanged, and a layer that cannot be counted raises nothing (`lost`).
 
         Args:
             width: of attention (`attention_width`), on this rank.
-            head: whose loss is made in slices, by supervised tokens: it is not counted here.
+            head: its loss is computed in slices of target tokens, so it is not counted here.
         """
         counted: dict[nn.Module, Any] = {a: partial(self._attend, width) for a in attention_modules(model)}
         skipped: set[nn.Module] = {head.linear} if head is not None else set()
@@ -257,9 +259,9 @@ class FlopCounter:
             module.register_forward_hook(partial(self._count, hook), with_kwargs=True)
             for module, hook in counted.items()
         ]
-        # before, because checkpointing leaves a layer in the middle once it has what backward wants
+        # pre-hooks, because checkpointing aborts a layer midway once it has what backward needs
         for module in counted:
-            # and where only attention is computed again, its own hooks stay outside: its last product tells of it
+            # if only attention is recomputed, its own hooks do not run, so its last product is hooked
             last = [inner for inner in module.modules() if inner in counted][-1]
             handles.append(last.register_forward_pre_hook(partial(self._again, module)))
         try:
@@ -269,7 +271,7 @@ class FlopCounter:
                 handle.remove()
 
     def cost(self, *, positions: int, pairs: int, head: Head | None) -> Cost:
-        """What was tallied, spread over so many positions and pairs of positions."""
+        """Return the operations counted so far per position, pair of positions and target token."""
         shape = head.linear.weight.shape if head is not None else (0, 0)
         return Cost(
             token=self.linear / max(positions, 1),
@@ -284,7 +286,7 @@ class FlopCounter:
     def _count(self, hook: Any, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         try:
             hook(layer, args, kwargs, output)
-        except Exception as error:  # a meter may not end what it measures
+        except Exception as error:  # a meter must not stop training
             self.lost = self.lost or error
 
     def _plain(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -300,13 +302,14 @@ class FlopCounter:
         rank = sum(layer.r[name] for name in layer.active_adapters if name in layer.r)
         a, b = 2.0 * rows * rank * into, 2.0 * rows * rank * out
         needed = int(x.requires_grad)
+        # backward: gradients of A, of B and of the activation between them; that of the input only if needed
         self._add(layer, frozen + a + b, needed * (frozen + a) + a + 2 * b)
 
     def _attend(self, width: float, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         x = _first(args, kwargs)
         product = 2.0 * x.shape[0] * x.shape[1] ** 2 * width
         q, k, v = (x.requires_grad or trained for trained in _trained_parts(layer))
-        # dO·Vᵀ for whoever needs the weights of attention, then dQ, dK; and Pᵀ·dO for dV
+        # dO·Vᵀ if the attention weights need a gradient, then dQ and dK; Pᵀ·dO for dV
         backward = product * (int(q or k) + int(q) + int(k) + int(v))
         if _goes_forward():
             self.attention += 2 * product + backward
@@ -325,18 +328,18 @@ class FlopCounter:
 
 
 def _goes_forward() -> bool:
-    """Whether this is a forward pass that backward will follow, and not one that backward makes once more."""
+    """Return True in a forward pass that needs a backward pass, False in one that backward recomputes."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
 def _first(args: Any, kwargs: Any) -> Tensor:
-    """The tensor that a layer is given."""
+    """Return a layer's input tensor."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
     return x
 
 
 def _made(output: Any) -> Tensor:
-    """The product among what a layer gives: routers of mixtures (Llama 4) are linear layers that give two tensors."""
+    """Return a layer's product; routers of mixtures (Llama 4) are linear layers that return two tensors."""
     x: Tensor = output[-1] if isinstance(output, tuple) else output
     return x
 
@@ -346,7 +349,7 @@ def _rows(x: Tensor) -> int:
 
 
 def _trained_parts(attention: nn.Module) -> tuple[bool, bool, bool]:
-    """Whether queries, keys and values have something to train in their own layers."""
+    """Return for queries, keys and values True if their own layers have trainable parameters."""
     found = {"q": False, "k": False, "v": False}
     for name, parameter in attention.named_parameters():
         if not parameter.requires_grad:
@@ -363,7 +366,8 @@ def _trained_parts(attention: nn.Module) -> tuple[bool, bool, bool]:
 
 
 def attention_width(config: Any) -> int | None:
-    """d, heads times what each one is wide, by a backbone's configuration; None where it does not say."""
+    """Return d, the number of heads times the width of one, from a base model's configuration; None if it is
+    unspecified."""
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = _named(config, "num_attention_heads", "n_head", "num_heads")
     hidden = _named(config, "hidden_size", "n_embd", "d_model")

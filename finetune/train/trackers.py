@@ -1,11 +1,11 @@
-"""Trackers beside metrics.jsonl: each takes the same lines through one `log(dict)`.
+"""Experiment trackers in addition to metrics.jsonl: each receives the same rows through one `log(dict)`.
 
     trackers = open_trackers(Tracker(kinds=("tensorboard",)), run, config={...}, say=print)
     trackers.log({"stage": "fine-tune", "split": "train", "step": 3, "loss": 2.1})
     trackers.close()
 
-metrics.jsonl stays the source of truth: a tracker that fails is let go with a warning, and training goes on. Only the
-main rank has trackers. Nothing leaves the machine unless `tracker.online` says so.
+metrics.jsonl remains the source of truth: a tracker that fails is dropped with a warning, and training continues. Only
+the main rank has trackers. Nothing leaves the machine unless `tracker.online` is set.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..run_directory import ENVIRONMENT, RunDirectory
 
 FOLDER = "trackers"
 _SENDING = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
-"""Variables that make trackio send what it is given."""
+"""Variables that make trackio send its data."""
 
 
 class Sink(Protocol):
-    """What a tracker is here."""
+    """Interface of a tracker."""
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Take a line of metrics.jsonl: `stage`, `split`, `step` and figures."""
+        """Record a row of metrics.jsonl: `stage`, `split`, `step` and metrics."""
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush pending rows."""
 
 
 def check_trackers(settings: Tracker) -> None:
-    """Raise UserError where a tracker's package is missing, or where it would send what is to stay here."""
+    """Raise UserError if a tracker's package is missing, or if it would send data without `tracker.online`."""
     for kind in settings.kinds:
         if importlib.util.find_spec(kind) is None:
             raise UserError(
@@ -54,9 +54,9 @@ def check_trackers(settings: Tracker) -> None:
 def open_trackers(
     settings: Tracker, run: RunDirectory, *, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> Trackers:
-    """The trackers of a run; none on ranks that do not write.
+    """Return the trackers of a run; none on ranks that do not write.
 
-    config: the whole recipe, shown beside the curves. say: takes the warning of a tracker that failed.
+    config: the whole recipe, shown next to the curves. say: receives the warning about a tracker that failed.
     """
     trackers = Trackers(say)
     for kind in settings.kinds if run.writes else ():
@@ -65,21 +65,21 @@ def open_trackers(
 
 
 class Trackers:
-    """Any number of sinks, none of which can stop what it watches."""
+    """Any number of sinks; none of them can stop the training."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._sinks: dict[str, Sink] = {}
 
     def add(self, name: str, make: Callable[[], Sink]) -> None:
-        """Open one more."""
+        """Open one more sink."""
         try:
             self._sinks[name] = make()
         except Exception as error:
             self._lose(name, error)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Hand a line to all of them."""
+        """Pass a row to all sinks."""
         for name, sink in list(self._sinks.items()):
             try:
                 sink.log(line)
@@ -87,7 +87,7 @@ class Trackers:
                 self._lose(name, error)
 
     def close(self) -> None:
-        """Write out what is left."""
+        """Flush and close all sinks."""
         for name, sink in list(self._sinks.items()):
             try:
                 sink.close()
@@ -103,7 +103,7 @@ class Trackers:
 
 
 def figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a line, by `split/name`."""
+    """Return the finite numbers of a row, by `split/name`."""
     return {
         f"{line['split']}/{name}": float(value)
         for name, value in line.items()
@@ -112,8 +112,10 @@ def figures(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files under `trackers/tensorboard/<stage>`. Where a run was resumed or went back, the steps that are taken
-    again hide what was written of them before (`purge_step`)."""
+    """Event files under `trackers/tensorboard/<stage>`.
+
+    If a run was resumed or rolled back, the repeated steps hide their earlier values (`purge_step`).
+    """
 
     def __init__(self, settings: Tracker, path: Path, config: Mapping[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -158,7 +160,7 @@ class Wandb:
 
     def log(self, line: Mapping[str, Any]) -> None:
         stage = line["stage"]
-        if stage not in self._stages:  # its own axis: wandb's step may not go back, where a resumed run's does
+        if stage not in self._stages:  # an axis per stage: wandb's step must not decrease, but a resumed run's does
             self._stages.add(stage)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
         named = {f"{stage}/{name}": value for name, value in figures(line).items()}
@@ -187,7 +189,7 @@ class Trackio:
 
 
 def run_id(path: Path) -> str:
-    """A name for the run in `path` that it keeps when it is resumed, or moved."""
+    """Return an id for the run in `path` that survives resuming and moving it."""
     file = path / ENVIRONMENT
     about = file.read_bytes() if file.is_file() else str(path.resolve()).encode()
     return hashlib.sha256(about).hexdigest()[:12]

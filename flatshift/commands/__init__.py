@@ -1,6 +1,6 @@
-"""The commands, one a file: `Flags`, its docstrings being the help texts, and `run`, which hands over to the workflow.
+"""The commands, one file each: `Flags`, whose docstrings are the help texts, and `run`, which calls the workflow.
 
-A new command is its file and its line here. Nothing here imports torch.
+A new command needs its file and its line in SUMMARIES. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,6 +32,6 @@ SUMMARIES = {
 
 
 def run(name: str, argv: list[str]) -> int:
-    """Run the command `name` with its arguments; returns the exit code."""
+    """Run the command `name` with its arguments; return the exit code."""
     code: int = import_module(f"{__name__}.{name}").run(argv)
     return code

@@ -1,4 +1,4 @@
-"""Finished runs that write, tried in the terminal."""
+"""`flatshift chat`: talk to finished generative runs in the terminal."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _HELP = "/use NAME  another run    /new  forget the conversation    /runs  their
 
 @dataclass(frozen=True)
 class Flags:
-    """Talk to finished runs in the terminal; several share one load of their backbone and are switched by name.
+    """Talk to finished runs in the terminal; several share one loaded backbone and are switched by name.
 
-    Runs on conversations remember the turns before; others read each line alone, in their own template.
+    Runs trained on conversations remember earlier turns; others read each line on its own, in their own template.
     """
 
     runs: Positional[tuple[Path, ...]]
@@ -31,17 +31,17 @@ class Flags:
     max_new_tokens: int | None = None
     """Longest answer, tokens; by default the task's own, else 64."""
     temperature: float | None = None
-    """Draw from the softmax of logits / temperature; by default nothing is drawn."""
+    """Sample from the softmax of logits / temperature; by default decoding is greedy."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together have this probability."""
     seed: int = 0
-    """Seed of the draws; each turn has its own."""
+    """Random seed of sampling; each turn derives its own."""
     device: str | None = None
     """auto, cpu, cuda or cuda:N; by default the runs' own."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift chat`."""
+    """Run `flatshift chat`."""
     flags: Flags = parse(Flags, "chat", argv)
     from flatshift.experiments.workflows.chat import WritingRuns
     from flatshift.finetune.evaluate.generation import Decoding
@@ -60,7 +60,7 @@ def run(argv: list[str]) -> int:
     name, turns, count, number = runs.names[0], list[dict[str, str]](first), 0, 0
     print(printable(f"{', '.join(runs.names)}; {_HELP}"), file=sys.stderr)
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # so that a line of other bytes can be named
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that the error can name a line that is not UTF-8
     while (line := _line(name)) is not None:
         number += 1
         word, _, rest = line.partition(" ")
@@ -84,7 +84,7 @@ def run(argv: list[str]) -> int:
             asked = [*turns, {"role": "user", "content": line}]
             try:
                 reply = runs.reply(name, asked, decoding={**decoding, "seed": (flags.seed + count) % 2**63}, told=_show)
-            except UserError as error:  # of this turn: the next may fit
+            except UserError as error:  # concerns this turn only; the next may fit
                 print(f"flatshift: error: {sentence(str(error))}", file=sys.stderr)
                 continue
             print(flush=True)
@@ -95,7 +95,7 @@ def run(argv: list[str]) -> int:
 
 
 def _line(name: str) -> str | None:
-    """What the user writes; None at the end."""
+    """Read the user's next line; None at the end of the input."""
     if sys.stdin.isatty():
         print(f"{printable(name)}> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
@@ -103,7 +103,7 @@ def _line(name: str) -> str | None:
 
 
 def _refuse(message: str) -> None:
-    """Say what is wrong with a line: whoever sits at a terminal writes the next one, a file is at its end."""
+    """Reject a line: print why at a terminal, where the user can write another; else raise UserError."""
     if not sys.stdin.isatty():
         raise UserError(message)
     print(f"flatshift: error: {message}", file=sys.stderr)

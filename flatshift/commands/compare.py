@@ -1,4 +1,4 @@
-"""Training methods against a baseline."""
+"""`flatshift compare`: training methods against a baseline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Flags:
     recipe: Positional[str]
     """Recipe file or shipped recipe (flat-comparison)."""
     out: Path | None = None
-    """Directory to make or to continue (required); finished cells are never run again."""
+    """Directory to create or continue (required); finished cells are never run again."""
     data: Path | None = None
     """Directory of the files that the block names."""
     methods: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift compare`."""
+    """Run `flatshift compare`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "compare", rest)
     if flags.out is None:

@@ -1,4 +1,4 @@
-"""The three journeys on shipped samples."""
+"""`flatshift demo`: the three journeys on shipped samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Flags:
     """Select, train, compare and sweep on the shipped samples; ends with a report and its path."""
 
     out: Path = Path("flatshift-demo")
-    """Directory to make; must not exist or be empty."""
+    """Directory to create; must be empty if it exists."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift demo`."""
+    """Run `flatshift demo`."""
     flags = parse(Flags, "demo", argv)
     from flatshift.experiments.studies.demo import demo
 

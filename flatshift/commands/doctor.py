@@ -1,4 +1,4 @@
-"""What is here and what is missing."""
+"""`flatshift doctor`: report what is installed and what is missing."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from flatshift.command_line import parse
 
 @dataclass(frozen=True)
 class Flags:
-    """Environment, versions, devices, what is missing and how to get it."""
+    """Show the environment, versions and devices, and how to install what is missing."""
 
     deep: bool = False
-    """Import torch as well and list its devices."""
+    """Also import torch and list its devices."""
     json: bool = False
     """Print as JSON."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift doctor`."""
+    """Run `flatshift doctor`."""
     flags: Flags = parse(Flags, "doctor", argv)
     from flatshift.experiments.workflows.doctor import doctor, render
 

@@ -1,4 +1,4 @@
-"""A finished run judged again, measured for sharpness, or given to lm-eval."""
+"""`flatshift eval`: evaluate a finished run again, measure its sharpness, or run lm-eval on it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from flatshift.finetune.launch import failure, spawn
 
 @dataclass(frozen=True)
 class Flags:
-    """Judge a finished run again, on its own dev and test rows or on other files; on another mesh by --mesh.dp N, …
+    """Evaluate a finished run again, on its own dev and test rows or on other files; use --mesh.dp N, … for another
+    mesh.
 
-    Several runs and bare backbones are judged on the same rows, each run also beside the backbone that it changes:
+    Several runs and bare backbones are evaluated on the same rows, each run also next to its own backbone:
     `flatshift eval RUN_DIR BACKBONE --data FILE`.
 
     With --sharpness: measure instead how the loss rises around the trained weights, and write sharpness.json, charts
@@ -36,57 +37,58 @@ class Flags:
     """Files to judge on instead, read as the run's own or by `--data.columns.NAME` and `--data.bad_rows`; the split is
     called `data`."""
     group_by: str | None = None
-    """A column of the rows: every figure also for each of its values."""
+    """A column of the rows: also compute every metric for each of its values."""
     trained: tuple[str, ...] = ()
-    """Values of that column that the adapters were trained on; on the others they may have forgotten."""
+    """Values of that column that the adapters were trained on; the others are checked for forgetting."""
     window: int | None = None
-    """Tokens read at once of a whole document; by default what the backbone can, at most 1024."""
+    """Window in tokens for scoring a whole document; by default the backbone's limit, at most 1024."""
     overlap: int | None = None
-    """Of them, how many were scored before and are context; by default a quarter."""
+    """Tokens of each window that were already scored and serve as context; by default a quarter."""
     prompt: str | None = None
-    """Put the rows by this prompt (a shipped name or a YAML file) and rank its candidates, with or without examples."""
+    """Format the rows by this prompt (a shipped name or a YAML file) and rank its candidates, with or without
+    examples."""
     prompt_language: str | None = None
-    """Put every row by this wording of the prompt, instead of its own language's."""
+    """Use this language's wording of the prompt for every row, instead of the row's own."""
     shots: int = 0
     """Worked examples before each row."""
     shots_from: tuple[str, ...] = ()
-    """Training files that they are drawn from."""
+    """Training files that the examples are drawn from."""
     shot_seeds: tuple[int, ...] = (0,)
-    """Seeds of the draws; figures are means over them."""
+    """Seeds of the draws; metrics are means over them."""
     score: Literal["sum", "label", "mean", "byte", "pmi", "calibrated"] = "sum"
-    """Log-likelihood that ranks: of all after the context, of the label alone, a token, a byte, less that without the
-    row's words, or less that of rows that say nothing."""
+    """Log-likelihood used for ranking: sum over everything after the context, over the label alone, mean per token, per
+    byte, pmi (minus that without the row's text), or calibrated (minus that of rows without content)."""
     probe: str | None = None
-    """Ask for associations of groups by word lists (a shipped name or a YAML file); with --samples and --data, also
-    what co-occurs in texts that are written, and in those of the files."""
+    """Measure associations of groups by word lists (a shipped name or a YAML file); with --samples and --data, also
+    co-occurrences in generated texts and in those of the files."""
     samples: int = 0
-    """Write so many texts after each row's prompt, and judge those: distinct n-grams, programs, toxicity."""
+    """Generate this many texts after each row's prompt and evaluate them: distinct n-grams, programs, toxicity."""
     temperature: float = 1.0
-    """Of the draws."""
+    """Sampling temperature of the generated texts."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together have this probability."""
     max_new_tokens: int = 20
     """Longest text, tokens."""
     sample_seed: int = 0
-    """Seed of the draws."""
+    """Random seed of sampling."""
     programs: bool = False
-    """Run what was written as programs, with the row's `test`, in a sandbox without network: pass@k. Linux only."""
+    """Run generated texts as programs, with the row's `test`, in a sandbox without network: pass@k. Linux only."""
     pass_at: tuple[int, ...] = (1,)
-    """k of pass@k."""
+    """Values of k for pass@k."""
     toxicity: str | None = None
-    """Run directory of a classifier that scores what was written: expected maximum toxicity, toxicity probability."""
+    """Run directory of a classifier that scores generated texts: expected maximum toxicity, toxicity probability."""
     toxic_label: str = "toxic"
-    """Its class for toxic texts."""
+    """The classifier's class for toxic texts."""
     out: Path | None = None
     """New directory for evaluation.json, eval.json and a page."""
     json: bool = False
-    """Print exactly what eval.json would hold, or what sharpness.json or evaluation.json holds."""
+    """Print the contents of eval.json, sharpness.json or evaluation.json."""
     sharpness: bool = False
     """Measure sharpness: λ_max, trace, mean and highest rises, slices, in adapter space and full weight space."""
     sharpness_batches: int | None = None
     """Batches of train.batch_size rows to measure on; 2 by default."""
     sharpness_split: Literal["dev", "test", "train"] | None = None
-    """Where those rows come from; by default the first of dev, test and train that the run has."""
+    """Split to take those rows from; by default the first of dev, test and train that the run has."""
     sharpness_spaces: tuple[Literal["adapter", "full"], ...] | None = None
     """Spaces to measure in; both by default."""
     sharpness_sigmas: tuple[float, ...] | None = None
@@ -100,19 +102,19 @@ class Flags:
     harness: tuple[str, ...] = ()
     """Tasks of EleutherAI's lm-eval to run instead (extra `harness`); writes harness.json into the run directory."""
     harness_limit: int | None = None
-    """Items of each task; all by default."""
+    """Items per task; all by default."""
     harness_shots: int | None = None
     """Worked examples before each item; the task's own number by default."""
     harness_batch_size: int | None = None
-    """Rows at once; 8 by default."""
+    """Batch size in rows; 8 by default."""
     harness_seed: int | None = None
-    """Seed of the worked examples and of what tasks draw; 0 by default."""
+    """Seed of the worked examples and of sampling in tasks; 0 by default."""
     harness_include: Path | None = None
-    """Directory with task files of your own."""
+    """Directory with your own task files."""
 
     @property
     def asks_for_several(self) -> bool:
-        """Whether figures are wanted that one run alone does not give."""
+        """True if the flags need the side-by-side evaluation instead of one run's own."""
         given = (
             self.group_by,
             self.trained,
@@ -129,14 +131,14 @@ class Flags:
 
     @property
     def run(self) -> Path:
-        """The one run directory. Raises UserError where several are named."""
+        """The only run directory. Raises UserError if several are named."""
         if len(self.subjects) > 1:
             raise UserError(f"this takes one run directory, and {len(self.subjects)} are named; leave out the others")
         return Path(self.subjects[0])
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift eval`."""
+    """Run `flatshift eval`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "eval", rest)
     if not flags.subjects:
@@ -155,6 +157,7 @@ def run(argv: list[str]) -> int:
     path = flags.run
     recipe = resume_recipe(path, overrides, other_rows=bool(flags.data)).recipe
     if chosen := mesh_flags(recipe, given=named_axes(overrides)):
+        # The mesh was chosen automatically: start over with its axes as flags.
         return run([*argv, *chosen])
     if spawn.wants_ranks(recipe.mesh):
         return spawn_ranks("eval", argv, recipe, path)
@@ -169,13 +172,14 @@ def run(argv: list[str]) -> int:
 
 
 def _looks_like_run(name: str) -> bool:
-    """A run directory, or a directory that is no backbone: what is wrong with it is said where runs are read."""
+    """True for a run directory, or for a directory that is no backbone, so that the run reader reports what is
+    wrong."""
     path = Path(name)
     return (path / "recipe.resolved.yaml").is_file() or (path.is_dir() and not (path / "config.json").is_file())
 
 
 def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
-    """Several, or a bare backbone, or by groups."""
+    """Evaluate several subjects, a bare backbone, or by groups, on the same rows."""
     from flatshift.experiments.report.chapters.evaluation import page
     from flatshift.experiments.workflows.evaluate import judge_side_by_side
     from flatshift.experiments.workflows.evaluation_document import render
@@ -236,7 +240,7 @@ def _side_by_side(flags: Flags, argv: list[str], overrides: list[Any]) -> int:
 
 
 def _probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -> int:
-    """`eval --probe`."""
+    """Run `eval --probe`."""
     from flatshift.experiments.workflows.probes import probe_models, read_probe, render
 
     given = ("prompt", "group_by", "trained", "window", "overlap", "programs", "toxicity")
@@ -257,12 +261,12 @@ def _probe(flags: Flags, argv: list[str], overrides: list[Any], sampling: Any) -
 
 
 def _fields(flags: Flags, prefix: str) -> list[str]:
-    """The fields that only `--sharpness`, or only `--harness`, reads."""
+    """Return the fields that only `--sharpness`, or only `--harness`, reads."""
     return [field.name for field in dataclasses.fields(flags) if field.name.startswith(prefix)]
 
 
 def _sharpness(flags: Flags, overrides: list[Any]) -> int:
-    """`eval --sharpness`; what was not given is left to the study's own defaults."""
+    """Run `eval --sharpness`; missing flags keep the study's own defaults."""
     from flatshift.regularizers.sharpness.sharpness_config import Sharpness
 
     given = {name.removeprefix("sharpness_"): getattr(flags, name) for name in _fields(flags, "sharpness_")}
@@ -280,11 +284,12 @@ def _sharpness(flags: Flags, overrides: list[Any]) -> int:
 
 
 def _harness(flags: Flags, overrides: list[Any]) -> int:
-    """`flatshift eval --harness`; what was not given is left to the study's own defaults."""
+    """Run `eval --harness`; missing flags keep the study's own defaults."""
     odd = [field.name for field in dataclasses.fields(flags) if field.name.startswith(("sharpness", "data"))]
     if given := [name for name in odd if getattr(flags, name)]:
         raise UserError(f"--{given[0].replace('_', '-')} does not go with --harness; leave one of them out")
     for tree in overrides:
+        # Only train.device may be overridden.
         if set(getattr(tree.children.get("train"), "children", tree.children)) != {"device"}:
             raise UserError(f"{tree.where} does not go with --harness, which runs in one process; leave it out")
     own = {name.removeprefix("harness_"): getattr(flags, name) for name in _fields(flags, "harness_")}

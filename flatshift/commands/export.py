@@ -1,4 +1,4 @@
-"""A run's adapter as a hub-ready folder."""
+"""`flatshift export`: write a run's adapter as a hub-ready folder."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from flatshift.finetune.errors import UserError
 
 @dataclass(frozen=True)
 class Flags:
-    """Write what other programs read of a run: by default a hub-ready folder of its adapter's PEFT files, the
-    tokenizer, and a model card made from the run."""
+    """Export a run for other programs: by default a hub-ready folder of its adapter's PEFT files, the tokenizer, and a
+    model card generated from the run."""
 
     run: Positional[Path]
     """Run directory."""
     out: Path | None = None
-    """Folder to make; by default RUN_DIR/export, or RUN_DIR and what --to says."""
+    """Folder to create; by default RUN_DIR/export, or RUN_DIR plus the value of --to."""
     add: tuple[str, ...] = ()
     """Other adapters of the same backbone to add: run or PEFT directories, as DIR or DIR=WEIGHT."""
     base_model: str | None = None
-    """Hub name of the backbone, where the run had it as a local directory."""
+    """Hub name of the backbone, if the run used it from a local directory."""
     to: Literal["hub", "gguf", "ollama", "vllm"] = "hub"
-    """What is to read it. hub: the adapter's PEFT files. gguf: the merged model for llama.cpp (extra gguf, or
-    --llama-cpp). ollama: that, and a Modelfile. vllm: the merged model and a script that compares vLLM with the run."""
+    """Target format. hub: the adapter's PEFT files. gguf: the merged model for llama.cpp (extra gguf, or --llama-cpp).
+    ollama: that, and a Modelfile. vllm: the merged model and a script that compares vLLM with the run."""
     outtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = "auto"
-    """Of the weights in a GGUF file; auto: 16 bits."""
+    """Data type of the weights in a GGUF file; auto: 16 bits."""
     llama_cpp: Path | None = None
-    """A checkout of llama.cpp, whose converters are taken; they convert a plain LoRA adapter too."""
+    """A checkout of llama.cpp whose converters are used; they also convert a plain LoRA adapter."""
     license: str | None = None
     """Licence of the adapter by its name on the hub (apache-2.0, …); without it the card asks for one."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift export`."""
+    """Run `flatshift export`."""
     flags: Flags = parse(Flags, "export", argv)
     out = flags.out or flags.run / ("export" if flags.to == "hub" else flags.to)
     if flags.to != "hub":
@@ -54,7 +54,8 @@ def run(argv: list[str]) -> int:
 
 
 def compared_lines(result: dict[str, Any] | None) -> list[str]:
-    """Lines on the comparison of a folder with the run (`flatshift.experiments.workflows.folder_check.compare`)."""
+    """Return lines on the comparison of a folder with the run
+    (`flatshift.experiments.workflows.folder_check.compare`)."""
     if result is None:
         return ["not compared: the adapter fits quantised weights only (adapter.init: loftq)"]
     if "unread" in result:

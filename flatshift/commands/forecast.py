@@ -1,4 +1,4 @@
-"""The curves of a recipe before anything is trained."""
+"""`flatshift forecast`: predicted curves of a recipe before any training."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ from flatshift.finetune.errors import UserError
 
 @dataclass(frozen=True)
 class Flags:
-    """Predict test error along rows, rank, label noise and ridge from gradients at the start; nothing is trained."""
+    """Predict test error along rows, rank, label noise and ridge from gradients at initialisation; nothing is
+    trained."""
 
     recipe: Positional[str]
     """Recipe file or shipped recipe, for classify or regress."""
     data: tuple[str, ...] = ()
-    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
-    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
+    """Files of training rows; short for --data.train.files. A tenth of your own rows is held out for dev and a tenth
+    for test, unless --data.dev.files, --data.test.files or --data.holdout are given."""
     out: Path | None = None
-    """Directory to make (required): cells.parquet, forecast.json and a page."""
+    """Directory to create (required): cells.parquet, forecast.json and a page."""
     ranks: tuple[int, ...] = ()
     """Ranks to predict; by default the recipe's own."""
     noise: tuple[float, ...] = ()
-    """Shares of wrong training labels; by default the recipe's own."""
+    """Fractions of wrong training labels; by default the recipe's own."""
     draws: int = 5
-    """Seeds from train.seed on: rows, wrong labels and factors A drawn anew."""
+    """Number of seeds, from train.seed on; each draws new rows, wrong labels and factors A."""
     more: int = 500
-    """Further rows that the learning curve is carried on to."""
+    """Number of further rows to which the learning curve is extrapolated."""
     json: bool = False
     """Print forecast.json when done."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift forecast`."""
+    """Run `flatshift forecast`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "forecast", rest)
     overrides = data_override(flags.data, overrides)

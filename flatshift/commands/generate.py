@@ -1,4 +1,4 @@
-"""A finished run writes."""
+"""`flatshift generate`: generate text with a finished run."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from flatshift.finetune.errors import UserError
 
 @dataclass(frozen=True)
 class Flags:
-    """Let a finished run write: prompts in, answers out. Greedy unless --temperature says otherwise."""
+    """Generate with a finished run: prompts in, answers out. Decoding is greedy unless --temperature is given."""
 
     run: Positional[Path]
     """Run directory."""
     prompt: UseAppendAction[tuple[str, ...]] = ()
-    """A text that goes through the run's own prompt template; of a chat run, a user's turn. May be given several times.
-    Without --prompt and --data: the lines of standard input."""
+    """A text that goes through the run's own prompt template; for a chat run, a user's turn. May be given several
+    times. Without --prompt and --data: the lines of standard input."""
     data: tuple[str, ...] = ()
     """Files whose rows are prompts, through the run's own template; `--data.columns.NAME` names other columns."""
     raw: bool = False
-    """Prompts are read as they stand, without the template."""
+    """Use prompts verbatim, without the template."""
     max_new_tokens: int | None = None
     """Longest answer, tokens; by default the task's own, else 64."""
     temperature: float | None = None
-    """Draw from the softmax of logits / temperature; by default nothing is drawn."""
+    """Sample from the softmax of logits / temperature; by default decoding is greedy."""
     top_p: float | None = None
-    """Draw among the likeliest tokens that together have this probability."""
+    """Sample among the likeliest tokens that together have this probability."""
     top_k: int | None = None
-    """Draw among so many of the likeliest tokens."""
+    """Sample among this many likeliest tokens."""
     seed: int | None = None
-    """Seed of the draws; 0 by default. The batch size does not change them."""
+    """Random seed of sampling; 0 by default. The batch size does not change the samples."""
     num_beams: int | None = None
     """Beams; 1 by default."""
     batch_size: int = 16
-    """Prompts at once."""
+    """Batch size in prompts."""
     device: str | None = None
     """auto, cpu, cuda or cuda:N; by default the run's own."""
     out: Path | None = None
@@ -82,11 +82,11 @@ def run(argv: list[str]) -> int:
 
 
 def _lines_of_input() -> tuple[str, ...]:
-    """The lines of standard input that are not blank."""
+    """Return the non-blank lines of standard input."""
     from flatshift.finetune.data.formats import has_half_pair
 
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # so that the line can be named
+        sys.stdin.reconfigure(errors="surrogateescape")  # so that the error can name the line
     lines = [(number, line.rstrip("\n")) for number, line in enumerate(sys.stdin, start=1) if line.strip()]
     for number, line in lines:
         if has_half_pair(line):

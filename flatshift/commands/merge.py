@@ -1,4 +1,4 @@
-"""A run's adapter folded into its backbone."""
+"""`flatshift merge`: merge a run's adapter into its backbone."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from flatshift.commands.export import compared_lines
 
 @dataclass(frozen=True)
 class Flags:
-    """Fold a run's adapter into its backbone: a model folder that plain transformers loads."""
+    """Merge a run's adapter into its backbone: a model folder that plain transformers loads."""
 
     run: Positional[Path]
     """Run directory."""
     out: Path | None = None
-    """Folder to make; by default RUN_DIR/merged."""
+    """Folder to create; by default RUN_DIR/merged."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the written weights. auto: the backbone's own."""
+    """Data type of the written weights. auto: the backbone's own."""
     json: bool = False
-    """Print dtype, rounding and logit difference as JSON (what merge.json holds)."""
+    """Print dtype, rounding and logit difference as JSON (the contents of merge.json)."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift merge`."""
+    """Run `flatshift merge`."""
     flags: Flags = parse(Flags, "merge", argv)
     out = flags.out or flags.run / "merged"
     from flatshift.experiments.workflows.merge import merge as merge_run

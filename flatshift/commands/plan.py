@@ -1,4 +1,4 @@
-"""Whether a run fits a cluster, on which mesh, and how fast, before anything is loaded or rented."""
+"""`flatshift plan`: predict whether a run fits a cluster, on which mesh, and how fast, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ASSUMED = "1xH100-80"
 
 @dataclass(frozen=True)
 class Flags:
-    """Say which meshes of a cluster hold a run, how fast each is, and what the others lack; exit code 1 if none does.
+    """Show which meshes of a cluster fit a run, how fast each is, and what the others lack; exit code 1 if none fits.
 
     Nothing is loaded: shapes come from headers of weight files, a config.json, or a table of common models. Every key
     of the recipe is a flag: --train.max_length 4096 --adapter.rank 16.
@@ -28,35 +28,36 @@ class Flags:
     recipe: Positional[str] = "language-model"
     """Recipe file or shipped recipe, whose backbone, adapter, rows and precision are planned."""
     data: tuple[str, ...] = ()
-    """Files of training rows, which are counted for train.epochs; short for --data.train.files."""
+    """Files of training rows, counted for train.epochs; short for --data.train.files."""
     model: str | None = None
     """Another backbone: a directory, a config.json, a hub name, or a common shape such as llama-3.1-70b."""
     gpus: str | None = None
     """COUNTxNAME, for example 64xH100-80; NAME@GB for another memory; `here`: what this machine has. Left out,
     1xH100-80, which is said."""
     node: int | None = None
-    """Devices of a node; by default 8, or all of them."""
+    """Devices per node; by default 8, or all of them."""
     nvlink: float | None = None
-    """GB/s of a device to others of its node, one direction; by default its data sheet's."""
+    """Bandwidth in GB/s from a device to others of its node, one direction; by default from its data sheet."""
     ib: float | None = None
-    """GB/s of a device to other nodes; 25 by default."""
+    """Bandwidth in GB/s from a device to other nodes; 25 by default."""
     checkpointing: Literal["any", "none", "selective", "full"] = "any"
-    """How much is recomputed: one way, or the best of all."""
+    """Activation checkpointing mode; any: the best of all."""
     price: float | None = None
-    """Of a device for an hour: prints what the recipe's steps cost."""
+    """Price of a device per hour; prints the cost of the recipe's steps."""
     tokens: float | None = None
-    """Tokens to be trained on, for hours and cost; by default those of the recipe's train.steps, or of train.epochs of
-    the rows that --data names, counted by the recipe's own backbone."""
+    """Number of training tokens, for hours and cost; by default that of the recipe's train.steps, or of train.epochs
+    over the rows of --data, counted with the recipe's own backbone."""
     out: Path | None = None
-    """File for what --json prints, or NAME.html for a page of figures."""
+    """File for the output of --json, or NAME.html for a page of charts."""
     json: bool = False
     """Print all layouts as JSON."""
     calibrate: bool = False
-    """Measure in two minutes what this machine reaches of its device's rates, and keep it for later plans."""
+    """Measure in two minutes the fraction of its devices' peak rates that this machine reaches, and store it for later
+    plans."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift plan`."""
+    """Run `flatshift plan`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "plan", rest)
     overrides = data_override(flags.data, overrides)

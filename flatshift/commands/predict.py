@@ -1,4 +1,4 @@
-"""A finished run answers for rows of yours."""
+"""`flatshift predict`: label rows with a finished run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from flatshift.finetune.errors import UserError
 
 @dataclass(frozen=True)
 class Flags:
-    """Ask a finished run about rows: a label with probabilities, a number, an answer, or how surprising a text is.
+    """Predict rows with a finished run: a label with probabilities, a number, an answer, or the surprisal of a text.
 
-    Rows need no label. Files may be of any length; a command that was killed goes on where it was.
+    Rows need no label. Files may be of any length; a command that was killed continues where it stopped.
     """
 
     run: Positional[Path]
@@ -29,15 +29,15 @@ class Flags:
     out: Path | None = None
     """File to write: .jsonl, .csv, .tsv or .parquet (required)."""
     batch_size: int | None = None
-    """Rows at once; by default the run's eval.batch_size."""
+    """Batch size in rows; by default the run's eval.batch_size."""
     max_new_tokens: int | None = None
-    """Longest answer of a run that writes, tokens; by default the run's task.max_new_tokens."""
+    """Longest answer of a generative run, tokens; by default the run's task.max_new_tokens."""
     bad_rows: Literal["refuse", "skip"] | None = None
-    """What to do with rows that cannot be read; by default as the run's recipe says."""
+    """Handling of malformed rows; by default that of the run's recipe."""
     device: str | None = None
     """auto, cpu, cuda or cuda:N; by default the run's own."""
     quiet: bool = False
-    """Say nothing but what is wrong."""
+    """Print only errors."""
 
 
 def run(argv: list[str]) -> int:

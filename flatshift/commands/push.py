@@ -1,4 +1,4 @@
-"""A finished folder, uploaded: of `export` or `merge` to a model hub, any of ours to an object store."""
+"""`flatshift push`: upload a folder of `export` or `merge` to a model hub, or any result to an object store."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from flatshift.finetune.errors import UserError, is_remote
 
 @dataclass(frozen=True)
 class Flags:
-    """Upload a finished folder, and compare what lies there afterwards.
+    """Upload a finished folder, and compare the uploaded files afterwards.
 
-    To a model hub a folder that `flatshift export` or `flatshift merge` made, as one commit: huggingface.co, or what
-    HF_ENDPOINT names; log in with `hf auth login`. To an object store (s3://bucket/place) also a run, a selection, a
-    sweep or a directory of feature shards; the same command goes on where an upload broke off."""
+    To a model hub: a folder made by `flatshift export` or `flatshift merge`, as one commit, to huggingface.co or the
+    host in HF_ENDPOINT; log in with `hf auth login`. To an object store (s3://bucket/place): also a run, a selection, a
+    sweep or a directory of feature shards; the same command continues an interrupted upload.
+    """
 
     folder: Positional[Path]
-    """Folder of a command that is finished."""
+    """Folder of a finished command."""
     destination: Positional[str]
-    """ORGANISATION/NAME on the hub, made if need be; or an address, s3://bucket/place, where nothing lies yet."""
+    """ORGANISATION/NAME on the hub, created if needed; or an address, s3://bucket/place, that is still empty."""
     public: bool = False
-    """Let everybody see a hub repository that is made here; by default it is private."""
+    """Make a newly created hub repository public; by default it is private."""
     message: str | None = None
-    """Of the commit on the hub."""
+    """Commit message on the hub."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift push`."""
+    """Run `flatshift push`."""
     flags: Flags = parse(Flags, "push", argv)
     if is_remote(flags.destination):
         _to_store(flags)

@@ -1,4 +1,4 @@
-"""The shipped recipes."""
+"""`flatshift recipes`: list, show or copy the shipped recipes."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Flags:
     """List, show or copy the shipped recipes."""
 
     action: Positional[Literal["list", "show", "copy"]]
-    """What to do."""
+    """Action to perform."""
     name: Positional[str | None] = None
-    """Which recipe (show, copy)."""
+    """Recipe to show or copy."""
     to: Positional[Path | None] = None
-    """File to write (copy); by default NAME.yaml here."""
+    """File to write (copy); by default NAME.yaml in the current directory."""
     json: bool = False
     """Print the list as JSON."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift recipes`."""
+    """Run `flatshift recipes`."""
     flags: Flags = parse(Flags, "recipes", argv)
     if flags.action == "list":
         summaries = {}

@@ -1,4 +1,4 @@
-"""One page from directories; training runs side by side."""
+"""`flatshift report`: one page from result directories; training runs are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flatshift.finetune.errors import UserError, printable
 @dataclass(frozen=True)
 class Flags:
     """Make one offline HTML page from run, selection, sweep or study directories. Several training runs are compared:
-    settings that differ, figures with paired intervals, curves over one another."""
+    differing settings, metrics with paired intervals, overlaid curves."""
 
     runs: Positional[tuple[Path, ...]]
     """Directories."""
@@ -24,7 +24,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift report`."""
+    """Run `flatshift report`."""
     flags: Flags = parse(Flags, "report", argv)
     if not flags.runs:
         raise UserError("report needs a DIRECTORY: a run, selection, sweep or study, or a folder of several")

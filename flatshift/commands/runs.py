@@ -1,4 +1,4 @@
-"""What lies in a folder of runs."""
+"""`flatshift runs`: list the results in a folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Flags:
     """List runs, selections, sweeps and studies in a folder, one a line, oldest first."""
 
     folder: Positional[Path] = Path("runs")
-    """Where to look, with all folders in it."""
+    """Folder to search, with all its subfolders."""
     json: bool = False
     """Print the list as JSON."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift runs`."""
+    """Run `flatshift runs`."""
     flags: Flags = parse(Flags, "runs", argv)
     from flatshift.experiments.report.formats import aligned, with_interval
     from flatshift.experiments.results.listing import listing

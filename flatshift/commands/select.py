@@ -1,4 +1,4 @@
-"""Warm-up data from a pool for a target."""
+"""`flatshift select`: choose warm-up data from a pool for a target."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ class Flags:
     pool: tuple[str, ...] = ()
     """Candidate files: JSONL (.gz .xz .zst), CSV, Parquet; globs; `sample:pool`."""
     target: tuple[str, ...] = ()
-    """Files with samples of the task, less what a training on them sets apart for judging (--data.holdout, 0.1)."""
+    """Files with samples of the task; the rows that training would hold out for evaluation (--data.holdout, 0.1) are
+    excluded."""
     budget: int | None = None
-    """Records to choose, no text twice; --select.method.repeats 8 lets cynical, the default, count readings."""
+    """Records to choose, no text twice; with --select.method.repeats 8, cynical (the default) counts repeats too."""
     out: Path | None = None
-    """Directory to make (required): not there, empty, or with what this same command left when it was killed."""
+    """Directory to create (required): missing, empty, or left by this same command when it was killed."""
     method: str | None = None
-    """How records are scored: cynical (default for texts), gotd (for features), auto, moore-lewis, random or another
-    kind of `select.method` (docs/recipes.md)."""
+    """Scoring method: cynical (default for texts), gotd (for features), auto, moore-lewis, random or another kind of
+    `select.method` (docs/recipes.md)."""
     negative: tuple[str, ...] = ()
-    """Files with examples of what must not be learnt (gotd-contrast)."""
+    """Files with examples that must not be learnt (gotd-contrast)."""
     embedder: str | None = None
     """tfidf, tokens (n-grams of the backbone's tokens), gradients (of an adapter), backbone, static:PATH (word
     vectors), or the directory or hub name of an encoder."""
@@ -55,10 +56,10 @@ class Flags:
     epsilon: float | None = None
     """Entropic regularisation, as a multiple of the mean cost (gotd)."""
     memory: float | None = None
-    """What the transport solver may hold beside the features, GiB (gotd)."""
+    """Memory limit of the transport solver, on top of the features, GiB (gotd)."""
     processes: int | None = None
-    """Divide the passes over the pool among so many processes of this machine, one thread each (gotd); under torchrun
-    its processes are taken. The selection is the same on any number."""
+    """Number of processes on this machine among which the passes over the pool are divided, one thread each (gotd);
+    under torchrun, its processes are used. The selection does not depend on the number."""
     seed: int | None = None
     """Seed of every random draw."""
     text_column: str | None = None
@@ -74,7 +75,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift select`."""
+    """Run `flatshift select`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "select", rest)
     if flags.out is None:
@@ -135,7 +136,7 @@ def run(argv: list[str]) -> int:
 
 
 def _on_ranks(flags: Flags, resolved: Resolved, words: Sequence[str]) -> int:
-    """This process's part, as one that a launcher started."""
+    """Run this process's part of a selection started by a launcher such as torchrun."""
     started = int(os.environ["WORLD_SIZE"])
     if flags.processes not in (None, started):
         raise UserError(

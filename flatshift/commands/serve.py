@@ -1,4 +1,4 @@
-"""Finished runs that write, behind an endpoint on this machine."""
+"""`flatshift serve`: serve finished generative runs behind an endpoint on this machine."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from flatshift.finetune.errors import UserError
 
 @dataclass(frozen=True)
 class Flags:
-    """Serve finished runs by OpenAI's protocol, to try them with any client; the adapter is the request's `model`.
+    """Serve finished runs over the OpenAI protocol, to try them with any client; the request's `model` names the run.
 
-    One answer is written at a time, and nobody is asked for a key: for many users export the run for vLLM.
+    Requests are answered one at a time and without an API key: for many users, export the run for vLLM.
     """
 
     runs: Positional[tuple[Path, ...]]
     """Run directories."""
     host: str = "127.0.0.1"
-    """Address to listen at; any but this machine's own lets others in."""
+    """Address to listen on; any but this machine's own lets other machines in."""
     port: int = 8000
     """Port; 0: any free one."""
     device: str | None = None
@@ -31,7 +31,7 @@ class Flags:
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift serve`."""
+    """Run `flatshift serve`."""
     flags: Flags = parse(Flags, "serve", argv)
     if not 0 <= flags.port < 65536:
         raise UserError(f"--port {flags.port}: give a number from 0 to 65535")

@@ -1,4 +1,4 @@
-"""A resumable grid over recipe keys and seeds."""
+"""`flatshift sweep`: a resumable grid over recipe keys and seeds."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Flags(SweepOptions):
     recipe: Positional[str]
     """Recipe file or shipped recipe."""
     data: tuple[str, ...] = ()
-    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
-    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
+    """Files of training rows; short for --data.train.files. A tenth of your own rows is held out for dev and a tenth
+    for test, unless --data.dev.files, --data.test.files or --data.holdout are given."""
     out: Path | None = None
     """Sweep directory (required); an existing one is continued, with the same grid or another."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift sweep`."""
+    """Run `flatshift sweep`."""
     rest, overrides = split_overrides(argv, Flags)
     flags: Flags = parse(Flags, "sweep", rest)
     overrides = data_override(flags.data, overrides)

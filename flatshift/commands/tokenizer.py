@@ -1,4 +1,4 @@
-"""What tokenizers make of your texts, and tokenizers learnt from them."""
+"""`flatshift tokenizer`: compare tokenizers on your texts, or train new ones."""
 
 from __future__ import annotations
 
@@ -16,60 +16,60 @@ from flatshift.finetune.data.tokenizer_schemes import SCHEMES, Scheme
 
 @dataclass(frozen=True)
 class Flags:
-    """Cut texts by one or several tokenizers: tokens a word and a byte, words cut up, bytes, unknowns, by language."""
+    """Compare tokenizers on texts: tokens per word and byte, split words, byte tokens, unknowns, by language."""
 
     names: Positional[tuple[str, ...]]
     """Backbones (shipped name, directory, hub name), directories with a tokenizer, or tokenizer.json files; or `train`
-    alone, which learns tokenizers (`flatshift tokenizer train --help`)."""
+    alone, which trains tokenizers (`flatshift tokenizer train --help`)."""
     data: tuple[str, ...] = ()
     """Files of texts."""
     text_column: str = "text"
-    """Their column of text."""
+    """Column of text."""
     group_by: str | None = None
-    """A column of the rows, for example their language: every figure for each of its values."""
+    """A column of the rows, for example their language: every metric for each of its values."""
     reference: str | None = None
-    """The group that parity is told of: tokens of the same sentences, over those of this group."""
+    """Reference group for parity: tokens of the same sentences, divided by those of this group."""
     parallel: str = "id"
-    """The column that says which rows are the same sentence."""
+    """Column that identifies rows with the same sentence."""
     out: Path | None = None
     """New directory for tokenizers.json and a page."""
     json: bool = False
-    """Print what tokenizers.json holds."""
+    """Print the contents of tokenizers.json."""
 
 
 @dataclass(frozen=True)
 class TrainFlags:
-    """Learn tokenizers from texts by the schemes of the mGPT study, and judge each by small models trained alike."""
+    """Train tokenizers by the schemes of the mGPT study, and evaluate each with small models trained identically."""
 
     data: tuple[str, ...]
     """Files of texts."""
     out: Path
     """New directory for tokenizers.json, a page, and a folder for each scheme that transformers loads. An unfinished
-    one goes on."""
+    one is continued."""
     schemes: tuple[Scheme, ...] = SCHEMES
-    """Which; differences are told beside the first."""
+    """Schemes to train; differences are relative to the first."""
     vocabulary: int = 2048
-    """Tokens of each, at most."""
+    """Maximum vocabulary size of each."""
     seeds: int = 3
-    """Small models of each; 0: only the tokenizers."""
+    """Small models per tokenizer; 0: only the tokenizers."""
     bytes: int = 500_000
-    """Text that each model is shown."""
+    """Bytes of text that each model is trained on."""
     hidden: int = 96
     """Width of the models, a multiple of 32."""
     layers: int = 3
-    """Their blocks."""
+    """Number of blocks of the models."""
     held_out: float = 0.1
-    """Share of the documents to judge on, which nothing else sees (200 kB at most)."""
+    """Fraction of the documents held out for evaluation (200 kB at most)."""
     text_column: str = "text"
     """Column of text."""
     group_by: str | None = None
-    """A column, for example the language: what the tokenizers make of each of its values."""
+    """A column, for example the language: tokenizer statistics for each of its values."""
     json: bool = False
-    """Print what tokenizers.json holds."""
+    """Print the contents of tokenizers.json."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift tokenizer`."""
+    """Run `flatshift tokenizer`."""
     if argv[:1] == ["train"]:
         return _train(argv[1:])
     flags: Flags = parse(Flags, "tokenizer", argv)

@@ -1,9 +1,8 @@
-"""A recipe into a run directory, in this process or as the ranks of a mesh; or a run resumed."""
+"""`flatshift train`: run a recipe, in this process or as the ranks of a mesh; or resume a run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +11,9 @@ from tyro.conf import Positional
 from flatshift import outcome
 from flatshift.api import draw
 from flatshift.command_line import data_override, parse, spawn_ranks, split_overrides
-from flatshift.experiments.recipe import Resolved, load_recipe, resume_recipe
+from flatshift.experiments.recipe import load_recipe, resume_recipe
 from flatshift.experiments.recipe.auto import axis_flags, mesh_flags, named_axes
 from flatshift.experiments.recipe.schema import keys_by_room
-from flatshift.experiments.recipe.tree import Branch
 from flatshift.finetune.errors import UserError
 from flatshift.finetune.launch import consistency, failure, spawn
 from flatshift.finetune.run_directory import RECIPE, refuse_old
@@ -28,20 +26,21 @@ class Flags:
     recipe: Positional[str | None] = None
     """Recipe file or shipped recipe (`flatshift recipes list`)."""
     data: tuple[str, ...] = ()
-    """Files of training rows; short for --data.train.files. Of your own a tenth is held out for dev and as much for
-    test, unless --data.dev.files, --data.test.files or --data.holdout say otherwise."""
+    """Files of training rows; short for --data.train.files. A tenth of your own rows is held out for dev and a tenth
+    for test, unless --data.dev.files, --data.test.files or --data.holdout are given."""
     out: Path | None = None
-    """Run directory to make; by default runs/DATE-TIME-NAME."""
+    """Run directory to create; by default runs/DATE-TIME-NAME."""
     resume: Path | None = None
     """Continue this run directory exactly where it stopped."""
     verbose: bool = False
-    """Print the plan by cause, three samples of the first batch, and measured rates; log.txt has them in any case."""
+    """Print the memory plan by component, three samples of the first batch, and measured rates; log.txt always has
+    them."""
     json: bool = False
     """Print eval.json when done."""
 
 
 def run(argv: list[str]) -> int:
-    """`flatshift train`."""
+    """Run `flatshift train`."""
     rest, overrides = split_overrides(argv, Flags)
     try:
         flags: Flags = parse(Flags, "train", rest)
@@ -51,51 +50,47 @@ def run(argv: list[str]) -> int:
     overrides = data_override(flags.data, overrides)
     if (flags.recipe is None) == (flags.resume is None):
         raise UserError("train needs either a RECIPE (`flatshift recipes list`) or --resume RUN_DIR")
-    if (old := flags.resume) is not None:
+    run_directory, resolved, axes = flags.resume or flags.out, None, overrides
+    if flags.resume is not None:
         if flags.out is not None:
             raise UserError("--out and --resume exclude each other: a resumed run stays in its directory")
-        found = resume_recipe(old, overrides)
+        found = resume_recipe(flags.resume, overrides)
         if chosen := mesh_flags(found.recipe, given=named_axes(overrides)):
+            # The mesh was chosen automatically: start over with its axes as flags.
             return run([*argv, *chosen])
         if spawn.wants_ranks(found.recipe.mesh):
-            return spawn_ranks("train", argv, found.recipe, old)
-        return _trained(flags, old, overrides)
-    resolved = load_recipe(flags.recipe, overrides)
-    if chosen := mesh_flags(resolved.recipe):
-        return run([*argv, *chosen])
-    if spawn.wants_ranks(resolved.recipe.mesh):
-        if flags.out is None:
-            with consistency.dated_directory("runs", resolved.name) as new:
-                return spawn_ranks("train", [*argv, "--out", str(new)], resolved.recipe, new)
-        refuse_old(flags.out, resumable=True)
-        return spawn_ranks("train", argv, resolved.recipe, flags.out)
-    if (out := flags.out) is not None and spawn.restarted() and (out / RECIPE).is_file():
-        _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
-        return _trained(flags, out, axes)
-    if flags.out is None and failure.several() and spawn.restarts_allowed():
-        raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
-    return _trained(flags, resolved)
-
-
-def _trained(flags: Flags, begin: Resolved | Path, overrides: Sequence[Branch] = ()) -> int:
-    """A recipe trained anew, or a run directory continued."""
+            return spawn_ranks("train", argv, found.recipe, flags.resume)
+    else:
+        resolved = load_recipe(flags.recipe, overrides)
+        if chosen := mesh_flags(resolved.recipe):
+            return run([*argv, *chosen])
+        if spawn.wants_ranks(resolved.recipe.mesh):
+            if flags.out is None:
+                with consistency.dated_directory("runs", resolved.name) as new:
+                    return spawn_ranks("train", [*argv, "--out", str(new)], resolved.recipe, new)
+            refuse_old(flags.out, resumable=True)
+            return spawn_ranks("train", argv, resolved.recipe, flags.out)
+        if flags.out is not None and spawn.restarted() and (flags.out / RECIPE).is_file():
+            _, axes = split_overrides(axis_flags(resolved.recipe.mesh), Flags)  # there may be fewer ranks than before
+            resolved = None
+        elif flags.out is None and failure.several() and spawn.restarts_allowed():
+            raise UserError("--out is missing: a job that its launcher may restart finds its run directory by it")
     from flatshift.experiments.workflows.train import resume, train
 
-    place = begin if isinstance(begin, Path) else flags.out
-
-    def drawn(directory: Path, *parts: Path) -> Path:
-        nonlocal place
-        place = directory
+    def draw_page(directory: Path, *parts: Path) -> Path:
+        nonlocal run_directory
+        run_directory = directory
         return draw(directory, *parts)
 
-    if isinstance(begin, Path):
-        result = resume(begin, overrides, quiet=flags.json, verbose=flags.verbose, draw=drawn)
+    if resolved is not None:
+        result = train(resolved, flags.out, quiet=flags.json, verbose=flags.verbose, draw=draw_page)
     else:
-        result = train(begin, flags.out, quiet=flags.json, verbose=flags.verbose, draw=drawn)
+        assert run_directory is not None
+        result = resume(run_directory, axes, quiet=flags.json, verbose=flags.verbose, draw=draw_page)
     if failure.rank() != 0:
         return 0
     if flags.json:
         print(json.dumps(result, indent=2, ensure_ascii=False))
-    elif place is not None:
-        outcome.of_training(place)
+    elif run_directory is not None:
+        outcome.of_training(run_directory)
     return 0

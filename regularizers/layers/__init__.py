@@ -1,1 +1,2 @@
-"""The adapted layers of a model: found, read, given a forward of their own for a step; and the signs of their noise."""
+"""Adapted layers of a model: finding and reading them, replacing their forward for a step, and the signs of their
+noise."""

@@ -1,4 +1,4 @@
-"""The trained LoRA factors of a PEFT model as one vector θ: what the methods of adapter space move and put back.
+"""Trained LoRA factors of a PEFT model as one vector θ, perturbed and restored by the adapter-space methods.
 
 θ holds A and B of every layer (embeddings included). Other trained parameters, such as a classifier's head, are not
 part of it. On a mesh a process has its parts of θ; sums over θ go through the `Placement`.
@@ -22,27 +22,28 @@ _FACTORS = (".lora_A.", ".lora_B.", ".lora_embedding_A.", ".lora_embedding_B.")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of `tensor` in memory, detached: writing to it writes to `tensor`."""
+    """Return this process's part of `tensor`, detached but sharing memory: writing to it writes to `tensor`."""
     tensor = tensor.detach()
     part: Any = tensor
     return part.to_local() if is_sharded(tensor) else tensor
 
 
 class Adapters:
-    """θ of one model. Every method that is collective on a mesh says so."""
+    """θ of one model. Methods that are collective on a mesh are marked as such."""
 
     def __init__(self, model: nn.Module, placement: Placement = ALONE, *, heads: bool = False) -> None:
-        """heads: θ holds everything else that trains too.
+        """heads: θ also holds all other trained parameters.
 
         Raises RegularizerError if `model` trains no LoRA factor (on any pipeline stage), or if they are sharded without
-        a placement."""
+        a placement.
+        """
         self.placement = placement
         self.parameters: dict[str, nn.Parameter] = {
             canonical_name(name): parameter
             for name, parameter in model.named_parameters()
             if parameter.requires_grad and (heads or any(part in f".{name}." for part in _FACTORS))
         }
-        """By name, in the model's order: `base_model.model.…q_proj.lora_A.default.weight`."""
+        """Parameters by name, in the model's order: `base_model.model.…q_proj.lora_A.default.weight`."""
         sharded = [name for name, parameter in self.parameters.items() if is_sharded(parameter)]
         if sharded and placement is ALONE:
             raise RegularizerError(
@@ -59,15 +60,15 @@ class Adapters:
             )
 
     def values(self) -> dict[str, Tensor]:
-        """This process's parts of θ; writing to them writes to the model."""
+        """Return this process's parts of θ; writing to them writes to the model."""
         return {name: local(parameter) for name, parameter in self.parameters.items()}
 
     def gradients(self, loss_scale: float = 1.0) -> dict[str, Tensor]:
-        """Its parts of ∂L/∂θ in float32 (float64 for float64) ÷ `loss_scale`; zero where there is none.
+        """Return this process's parts of ∂L/∂θ ÷ `loss_scale` in float32 (float64 for float64); zero where there is
+        none.
 
-        To be read only: without a scale they may be the parameters' own.
-
-        After the loop has summed them over the mesh: our loop has when a pass ends.
+        Read-only: without a scale they may be the parameters' own gradients. Call after the loop has summed the
+        gradients over the mesh, which our loop does at the end of a pass.
         """
         found = {}
         for name, parameter in self.parameters.items():
@@ -81,18 +82,18 @@ class Adapters:
         return found
 
     def forget_gradients(self, model: nn.Module) -> None:
-        """Take all gradients of `model` away, those outside θ too."""
+        """Set all gradients of `model` to None, including those outside θ."""
         for parameter in model.parameters():
             parameter.grad = None
 
     def squared_norm(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """|·|² over all of θ, float64 (): `tensors` are laid out like it. Collective."""
+        """Return |·|² over all of θ, float64 (); `tensors` have the layout of θ. Collective."""
         total = self.placement.squares(tensors).sum().to(self.device)
         self.placement.sum_pipeline(total)
         return total
 
     def zeros(self) -> dict[str, Tensor]:
-        """A vector of θ's layout, zero, in float32 (float64 for float64 factors)."""
+        """Return a zero vector in θ's layout, in float32 (float64 for float64 factors)."""
         return {
             name: torch.zeros_like(value, dtype=torch.promote_types(value.dtype, torch.float32))
             for name, value in self.values().items()
@@ -100,7 +101,8 @@ class Adapters:
 
     @contextmanager
     def moved(self, direction: Mapping[str, Tensor], factor: Tensor | float = 1.0) -> Iterator[None]:
-        """θ + `factor` · `direction` inside, and bit for bit the θ from before afterwards, whatever happened."""
+        """Move θ to θ + `factor` · `direction` inside the context; on exit, even by an exception, restore it bit for
+        bit."""
         values = self.values()
         kept = {name: value.clone() for name, value in values.items()}
         try:

@@ -1,7 +1,7 @@
-"""A layer's forward, replaced for the time of a step and put back without a trace; and a term added to its outputs.
+"""Temporary replacement of a layer's forward during a step, and a term added to a layer's outputs.
 
-What `flatshift.regularizers.layers.branch` is for GGPO's frozen noise, the added term is for methods whose term is
-learned (Bi-LoRA) or as large as the weight (SAM over it). The frozen weight is neither read nor written, so it may be
+`flatshift.regularizers.layers.branch` handles GGPO's frozen noise; the added term is for methods whose term is learned
+(Bi-LoRA) or as large as the weight (SAM over it). The frozen weight is neither read nor written, so it may be
 quantised.
 """
 
@@ -22,17 +22,17 @@ Forward = Callable[..., Tensor]
 
 
 class ForwardSwap:
-    """Holds what one layer's forward was while another stands in its place."""
+    """Saves a layer's forward while another replaces it."""
 
     def __init__(self, site: LoraSite) -> None:
         self.site = site
         self.plain: Forward | None = None
         """The layer's own forward; None while nothing is replaced."""
         self.patched: Forward | None = None
-        """What an earlier patch had put on the layer itself; None for the forward of its class."""
+        """Forward that an earlier patch had set on the layer itself; None for the forward of its class."""
 
     def begin(self) -> Forward:
-        """Remember the layer's forward and return it; `put` may follow.
+        """Save the layer's forward and return it; `put` may follow.
 
         Raises RegularizerError if the adapter is merged into the backbone.
         """
@@ -46,11 +46,11 @@ class ForwardSwap:
         return plain
 
     def put(self, forward: Forward) -> None:
-        """The layer computes `forward` from now on."""
+        """Make the layer compute `forward` from now on."""
         self.site.layer.forward = forward
 
     def restore(self) -> None:
-        """Put back what was there; harmless if nothing is replaced."""
+        """Restore the saved forward; no-op if nothing is replaced."""
         if self.plain is None:
             return
         if self.patched is None:
@@ -63,17 +63,16 @@ class ForwardSwap:
 _log = logging.getLogger(__name__)
 
 Term = Callable[[Tensor, Tensor], Tensor]
-"""(output y (..., m), input x (..., n) before any dropout) → the output to hand on."""
+"""Function (output y (..., m), input x (..., n) before any dropout) → new output."""
 
 
 class WithTerm:
-    """A layer's forward with a term behind it."""
+    """A layer's forward followed by a term."""
 
     def __init__(self, layer: Any, own: Forward, term: Term) -> None:
         self.layer, self.term = layer, term
         self.own = own
-        """The forward that stood there before; `flatshift.regularizers.layers.fused` may put an equal one in its
-        place."""
+        """The previous forward; `flatshift.regularizers.layers.fused` may substitute an equivalent one."""
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         y = self.own(x, *args, **kwargs)
@@ -81,28 +80,28 @@ class WithTerm:
 
 
 class AddedTerm:
-    """Puts a term behind one layer's own forward, whatever that computes, and takes it out again without a trace."""
+    """Adds a term after one layer's own forward, whatever that computes, and removes it again without a trace."""
 
     def __init__(self, site: LoraSite) -> None:
         self.site = site
         self._swap = ForwardSwap(site)
 
     def install(self, term: Term) -> None:
-        """From now on the layer's output goes through `term`, except where the adapters are switched off.
+        """Pass the layer's output through `term` from now on, except while the adapters are disabled.
 
         Raises RegularizerError if the adapter is merged into the backbone.
         """
         self._swap.put(WithTerm(self.site.layer, self._swap.begin(), term))
 
     def remove(self) -> None:
-        """Restore the layer's forward; harmless if nothing is installed."""
+        """Restore the layer's forward; no-op if nothing is installed."""
         self._swap.restore()
 
 
 def linear_sites(model: nn.Module, placement: Placement, method: str) -> list[LoraSite]:
-    """The linear LoRA layers of `model`; LoRA layers of other kinds are left alone, with a warning.
+    """Return the linear LoRA layers of `model`; warn about LoRA layers of other kinds, which stay unchanged.
 
-    Raises RegularizerError if there is none, in the name of `method`.
+    Raises RegularizerError, naming `method`, if there is none.
     """
     sites, others = find_lora_sites(model, placement)
     refuse_none(len(sites), others, f"{method} works on")
@@ -117,7 +116,7 @@ def linear_sites(model: nn.Module, placement: Placement, method: str) -> list[Lo
 
 
 def refuse_cut_layers(placement: Placement, method: str) -> None:
-    """Raises RegularizerError on a mesh whose processes have parts of the layers, or other layers. Collective."""
+    """Raise RegularizerError on a mesh whose processes hold parts of the layers, or different layers. Collective."""
     ranks = torch.ones(2, device=placement.device)
     placement.sum_tensor(ranks[0])
     placement.sum_pipeline(ranks[1])

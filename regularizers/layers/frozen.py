@@ -1,15 +1,15 @@
-"""A frozen weight: its values, however a layer keeps it (as floats, or quantised), and the row norms of W' = W0 + sBA.
+"""Values of a frozen weight, stored as floats or quantised, and the row norms of W' = W0 + sBA.
 
-Known by duck type are the 4-bit and int8 layers of bitsandbytes (QLoRA, arXiv 2305.14314; LLM.int8(), 2208.07339) and
-torchao's tensor subclasses. Such a layer computes x Ŵᵀ with the dequantised Ŵ, so Ŵ is what W0 means here. It is made
-for one layer at a time, when it is asked for; what is stored is never written.
+Recognised by duck typing are the 4-bit and int8 layers of bitsandbytes (QLoRA, arXiv 2305.14314; LLM.int8(),
+2208.07339) and torchao's tensor subclasses. Such a layer computes x Ŵᵀ with the dequantised Ŵ, so W0 means Ŵ here. It
+is dequantised for one layer at a time, on demand; the stored weight is never written.
 
 Row norms, without ever forming W':
 
     |w'_i|² = |w0_i|² + 2 b_i·C_i + b_i K b_iᵀ,   C = W0 Aᵀ (m, r),  K = A Aᵀ (r, r),  b_i = row of sB
 
 |w0_i|² is constant and computed once; the rest costs one skinny product with W0. The distance between the norms is
-bounded without touching W0: | |w'_i| − |w0_i| | ≤ |b_i A| = (b_i K b_iᵀ)^½.
+bounded without reading W0: | |w'_i| − |w0_i| | ≤ |b_i A| = (b_i K b_iᵀ)^½.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from flatshift.regularizers.errors import RegularizerError
 
 
 def is_quantised(base: Any) -> bool:
-    """Whether the linear layer `base` keeps something else than the float matrix it computes with."""
+    """True if the linear layer `base` stores something other than the float matrix it computes with."""
     return _four_bit(base) is not None or _int8_scales(base) is not None or _is_torchao(base.weight)
 
 
 def value_dtype(base: Any) -> torch.dtype:
-    """The dtype of `values(base)`."""
+    """Return the dtype of `values(base)`."""
     state = _four_bit(base)
     if state is not None:
         dtype: torch.dtype = state.dtype
@@ -38,17 +38,16 @@ def value_dtype(base: Any) -> torch.dtype:
 
 
 def value_shape(base: Any) -> tuple[int, ...]:
-    """The shape of `values(base)`."""
+    """Return the shape of `values(base)`."""
     state = _four_bit(base)
     return tuple(base.weight.shape if state is None else state.shape)
 
 
 @torch.no_grad()
 def values(base: Any, stored: Tensor | None = None) -> Tensor:
-    """W0 (m, n) as `base` computes with it, a copy of its own if `base` is quantised.
+    """Return W0 (m, n) as `base` computes with it, a copy if `base` is quantised.
 
-    stored: the whole of what `base.weight` holds, where that itself is only a part (FSDP2's packed 4-bit bytes).
-
+    stored: the full stored tensor, if `base.weight` itself is only a part (FSDP2's packed 4-bit bytes).
     Raises RegularizerError if bitsandbytes has repacked the layer for inference on a CPU, which rounds its scales and
     lets no gradient through.
     """
@@ -66,27 +65,27 @@ def values(base: Any, stored: Tensor | None = None) -> Tensor:
     if scales is not None:
         return _plain(weight).float().mul_(scales.float().div(127)[:, None])
     if _is_torchao(weight):
-        read = getattr(weight, "get_original_weight", None) or weight.dequantize  # NF4Tensor has the former
+        read = getattr(weight, "get_original_weight", None) or weight.dequantize  # only NF4Tensor has the former
         whole: Tensor = read()
         return whole
     return weight
 
 
 def _plain(weight: Tensor) -> Tensor:
-    """Without the subclass of a parameter, which would follow into results."""
+    """Drop a parameter's tensor subclass, which would propagate into results."""
     return weight.as_subclass(Tensor)
 
 
 def _four_bit(base: Any) -> Any:
-    """bitsandbytes' `QuantState` of a 4-bit layer. The parameter has it, or, after FSDP2 has made its own parameter
-    of that, the layer."""
+    """Return bitsandbytes' `QuantState` of a 4-bit layer: from the parameter, or from the layer once FSDP2 has replaced
+    the parameter by its own."""
     state = getattr(base.weight, "quant_state", None)
     return getattr(base, "quant_state", None) if state is None else state
 
 
 def _int8_scales(base: Any) -> Tensor | None:
-    """max |w_i| of each row (m,) of an int8 layer of bitsandbytes. The parameter has it, and after the first forward
-    pass the layer's state."""
+    """Return max |w_i| of each row (m,) of an int8 layer of bitsandbytes: from the parameter, or after the first
+    forward pass from the layer's state."""
     if base.weight.dtype != torch.int8:
         return None
     scales: Tensor | None = getattr(base.weight, "SCB", None)
@@ -98,32 +97,32 @@ def _is_torchao(weight: Tensor) -> bool:
 
 
 _CHUNK = 1 << 18
-"""Elements of W0 widened at a time for the product with A (1 MiB in float32)."""
+"""Elements of W0 converted at a time for the product with A (1 MiB in float32)."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Norms are summed in float32, or in float64 for float64 weights."""
+    """Return the dtype in which norms are summed: float32, or float64 for float64 weights."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @torch.no_grad()
 def squared_row_norms(weight: Tensor) -> Tensor:
-    """|w_i|² (m,) of `weight` (m, n), summed in float32 whatever the weight's dtype, which is not copied."""
+    """Return |w_i|² (m,) of `weight` (m, n), summed in float32 whatever the weight's dtype, without copying it."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=accumulation_dtype(weight.dtype)).square()
 
 
 @torch.no_grad()
 def squared_update_norms(a: Tensor, sb: Tensor) -> Tensor:
-    """|b_i A|² (m,) of the update sBA from `a` (r, n) and `sb` = sB (m, r); the square of the skip bound."""
+    """Return |b_i A|² (m,) of the update sBA from `a` (r, n) and `sb` = sB (m, r); the square of the skip bound."""
     return ((sb @ (a @ a.T)) * sb).sum(1).clamp_min(0)
 
 
 @torch.no_grad()
 def adapted_squared_row_norms(weight: Tensor, a: Tensor, sb: Tensor, *, base: Tensor | None = None) -> Tensor:
-    """|w'_i|² (m,) of `weight` + `sb` @ `a`, in float32 (float64 for float64 weights).
+    """Return |w'_i|² (m,) of `weight` + `sb` @ `a`, in float32 (float64 for float64 weights).
 
-    weight (m, n), a (r, n), sb = s·B (m, r); base: `squared_row_norms(weight)` if known. The weight may lie on another
-    device than the others; it is brought to theirs a few rows at a time.
+    weight (m, n), a (r, n), sb = s·B (m, r); base: `squared_row_norms(weight)` if known. If the weight is on another
+    device, it is copied over a few rows at a time.
     """
     dtype = accumulation_dtype(weight.dtype)
     base = squared_row_norms(weight).to(a.device) if base is None else base

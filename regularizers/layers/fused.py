@@ -1,13 +1,13 @@
-"""A LoRA linear layer as one skinny pair of products beside the frozen one, with an explicit backward.
+"""LoRA linear layer as one skinny pair of products added to the frozen one, with an explicit backward.
 
-PEFT's forward makes W0 x, B(A x), its product with the scale and the sum one after another, each an array as large as
-the layer's output, and autograd does the same backwards. Here
+PEFT's forward computes W0 x, B(A x), its product with the scale and the sum one after another, each an array as large
+as the layer's output, and autograd does the same backwards. Here
 
     z = x Aᵀ,   y = x W0ᵀ + s z Bᵀ
 
-is two products and one more that is added in place, and nothing is computed for the frozen weight. With a noise branch
-(`flatshift.regularizers.layers.branch`) its columns stand beside A and B: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ + z_{U,B} [U,
-sB]ᵀ. Without one, what is computed is PEFT's forward within rounding.
+is two products and a third that is added in place, and nothing is computed for the frozen weight. With a noise branch
+(`flatshift.regularizers.layers.branch`) its columns are concatenated to A and B: z = x [S_V; A; S_P]ᵀ, y = x W0ᵀ +
+z_{U,B} [U, sB]ᵀ. Without one, the result is PEFT's forward within rounding.
 """
 
 from __future__ import annotations
@@ -27,26 +27,31 @@ from flatshift.regularizers.layers.sites import active_adapters, has_variant, is
 
 
 def shaped(y: Tensor, shape: Sequence[int]) -> Tensor:
-    """`y`, which nobody else has, in another shape; a view in its place could not be written into by the model that an
-    autograd function gives it to (DeBERTa, LED)."""
+    """Return `y` in another shape; `y` must have no other reference.
+
+    A plain view returned by an autograd function could not be modified in place by the model (DeBERTa, LED do so).
+    """
     out: Tensor = torch.ops.aten._unsafe_view(y, shape)
     return out
 
 
 def _up(noise_out: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """[U, sB] (m, k + r)."""
+    """Return [U, sB] (m, k + r)."""
     return torch.cat([noise_out, b * scaling], 1).to(dtype)
 
 
 def _signed(z: Tensor, signs: Tensor | None) -> None:
-    """Multiply the columns of z (samples·T, k) in place by each sample's `signs` (samples, k), if there are any."""
+    """Multiply the columns of z (samples·T, k) in place by each sample's `signs` (samples, k), if given."""
     if signs is not None:
         z.unflatten(0, (len(signs), -1)).mul_(signs[:, None])
 
 
 class FusedLora(torch.autograd.Function):
-    """x (..., n), dropped (..., n) | None: the adapter's own input where it is not x; weight (m, n), bias (m,) | None,
-    a (r, n), b (m, r). x, weight and the products share one dtype; a and b may be wider."""
+    """Autograd function of the fused LoRA layer.
+
+    x (..., n), dropped (..., n) | None: the adapter's own input if it is not x; weight (m, n), bias (m,) | None, a (r,
+    n), b (m, r). x, weight and the products share one dtype; a and b may be wider.
+    """
 
     @staticmethod
     def forward(
@@ -97,11 +102,11 @@ class FusedLora(torch.autograd.Function):
 
 
 class FusedNoise(torch.autograd.Function):
-    """x (..., n), dropped (..., n) | None: the adapter's own input where it is not x; weight (m, n), bias (m,) | None,
-    a (r, n), b (m, r), probe (m, p) zeros; noise_in (n, k), probe_in (n, p), noise_out (m, k); signs (samples, k) |
-    None.
+    """Autograd function of the fused LoRA layer with a noise branch.
 
-    x, weight and the products share one dtype; a, b and probe may be wider.
+    x (..., n), dropped (..., n) | None: the adapter's own input if it is not x; weight (m, n), bias (m,) | None, a (r,
+    n), b (m, r), probe (m, p) zeros; noise_in (n, k), probe_in (n, p), noise_out (m, k); signs (samples, k) | None. x,
+    weight and the products share one dtype; a, b and probe may be wider.
     """
 
     @staticmethod
@@ -131,7 +136,7 @@ class FusedNoise(torch.autograd.Function):
         _signed(z[:, :k], signs)
         y = F.linear(rows, weight, bias)
         y.addmm_(z[:, : k + r], _up(noise_out, b, scaling, dtype).T)
-        # Only the columns of A and S_P are needed again; a view would keep S_V's alive too.
+        # The backward needs only the columns of A and S_P; a view would keep S_V's alive too.
         ctx.save_for_backward(rows, dropped, z[:, k:].contiguous(), weight, a, b)
         ctx.frozen = (noise_in, noise_out, signs, scaling)
         return shaped(y, (*x.shape[:-1], y.shape[-1]))
@@ -173,11 +178,11 @@ class FusedNoise(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LoraParts:
-    """What of a LoRA layer the fused form computes with."""
+    """Parts of a LoRA layer used by the fused form."""
 
     base: Any
     transposed: bool
-    """Conv1D of GPT-2 keeps its weight as (n, m)."""
+    """True for GPT-2's Conv1D, which stores its weight as (n, m)."""
     a: Any
     b: Any
     dropout: Any
@@ -186,7 +191,7 @@ class LoraParts:
     adapter: str
 
     def serve(self, layer: Any) -> bool:
-        """Whether they are still what `fusible` would find in this layer, whose modules are the same as then."""
+        """True if `fusible` would still return these parts for this layer, whose modules have not been replaced."""
         active = not layer.disable_adapters and list(layer.active_adapters) == [self.adapter]
         return (
             active
@@ -195,7 +200,7 @@ class LoraParts:
         )
 
     def inputs(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None] | None:
-        """(x, dropped, weight, bias) as the fused forms take them; None where the dtypes do not meet in one.
+        """Return (x, dropped, weight, bias) as the fused forms take them; None if the dtypes do not agree.
 
         With dropout, draws its mask.
         """
@@ -211,14 +216,17 @@ class LoraParts:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """True if calling the module computes other values than its class's forward."""
+    """True if hooks or a patched forward make the module compute something other than its class's forward."""
     before = [hook for hook in module._forward_pre_hooks.values() if not getattr(hook, "keeps_values", False)]
     return bool(module._forward_hooks or before or module._backward_hooks) or "forward" in vars(module)
 
 
 def fusible(layer: Any) -> LoraParts | None:
-    """The parts of a LoRA layer that the fused form serves: one active adapter of no other rule than W0 + sBA, a plain
-    float weight, factors without bias, nothing hooked between; None for all others."""
+    """Return the parts of a LoRA layer if the fused form supports it, else None.
+
+    Supported: one active adapter with the plain rule W0 + sBA, a plain float weight, factors without bias, and no hooks
+    on any part.
+    """
     active = active_adapters(layer)
     if len(active) != 1 or has_variant(layer, active[0]):
         return None
@@ -236,7 +244,7 @@ def fusible(layer: Any) -> LoraParts | None:
 
 
 class _FusedLayer:
-    """Stands in for the forward of one layer of PEFT."""
+    """Replacement for the forward of one PEFT layer."""
 
     def __init__(self, layer: Any, parts: LoraParts) -> None:
         self.layer, self.parts = layer, parts
@@ -253,22 +261,21 @@ class _FusedLayer:
 
 
 class FusedLayers:
-    """The plain LoRA layers of a PEFT model, which compute in the fused form inside `working`."""
+    """The plain LoRA layers of a PEFT model, computed in the fused form inside `working`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[Any] = [module for module in model.modules() if is_lora(module) and _of_peft(module)]
         self._fused: dict[Any, _FusedLayer] = {}
-        """Of the layers that were fusible once."""
+        """Fused forwards of the layers that were fusible before."""
 
     @contextmanager
     def working(self) -> Iterator[int]:
-        """Replace the forward of every layer that is fusible now; gives their number. Outside of it the model is what
-        it was, and no weight is written.
+        """Replace the forward of every layer that is currently fusible; yield their number.
 
-        Where a regularizer has put a term behind a layer's own forward, that own forward is replaced; any other
-        forward in its place is left as it is, and a merged adapter is left to PEFT. Where a call asks for more than the
-        layer's plain output, or dtypes are mixed, a layer falls back to PEFT's forward. Not for `torch.compile`, which
-        fuses PEFT's products itself.
+        On exit the model is unchanged, and no weight is ever written. If a regularizer has added a term after a layer's
+        own forward, only that own forward is replaced; any other patched forward is left alone, and a merged adapter is
+        left to PEFT. A layer falls back to PEFT's forward for calls with further arguments or mixed dtypes. Not for
+        `torch.compile`, which fuses PEFT's products itself.
         """
         placed: list[tuple[Any, Forward | None]] = []
         try:
@@ -294,8 +301,10 @@ class FusedLayers:
                     owner.own = own
 
     def _of(self, layer: Any) -> _FusedLayer | None:
-        """The fused form of a layer; None where it is not fusible now. Looked at anew only where something changed: a
-        small model's pass would feel it."""
+        """Return the fused form of a layer, None if it is not fusible now.
+
+        The cached form is rebuilt only after a change: doing so in every pass would slow down a small model.
+        """
         known = self._fused.get(layer)
         if known is None or not known.parts.serve(layer):
             parts = fusible(layer)
@@ -306,11 +315,11 @@ class FusedLayers:
 
 
 def _calls_own(outer: Any, layer: Any) -> bool:
-    """Whether the forward that stands in a layer's place hands on to the one of the layer's class."""
+    """True if the patched forward `outer` wraps the forward of the layer's class."""
     return isinstance(outer, WithTerm) and getattr(outer.own, "__self__", None) is layer
 
 
 def _of_peft(module: nn.Module) -> bool:
-    """Whether a call of `module` is PEFT's own for linear layers, of no kind that computes otherwise (AdaLoRA's)."""
+    """True if calling `module` runs PEFT's own forward for linear layers, not a variant's (AdaLoRA's)."""
     forward = type(module).forward
     return (forward.__module__, forward.__qualname__) == ("peft.tuners.lora.layer", "Linear.forward")

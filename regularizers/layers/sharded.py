@@ -1,8 +1,8 @@
-"""Parameters that FSDP2 keeps in parts between forward passes: the part at hand, and the whole of many at once.
+"""Parameters that FSDP2 shards between forward passes: the local part, and the all-gather of many at once.
 
 A sharded parameter is a DTensor, recognised by its `device_mesh`; it has one `Shard(dim)` placement, and for hybrid
-sharding a `Replicate` beside it. Along `dim` the ranks hold chunks of ⌈size/ranks⌉, the last ones shorter or empty.
-Inside a forward pass the same parameter is a plain tensor, and so it may stay after an evaluation.
+sharding also a `Replicate`. Along `dim` the ranks hold chunks of ⌈size/ranks⌉, the last ones shorter or empty. Inside a
+forward pass the same parameter is a plain tensor, and it may stay so after an evaluation.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether `parameter` is kept in parts (a DTensor)."""
+    """True if `parameter` is sharded (a DTensor)."""
     return hasattr(parameter, "device_mesh")
 
 
 def compute_device(parameter: Tensor) -> torch.device:
-    """Where `parameter` is computed with; its parts may wait in host memory."""
+    """Return the device on which `parameter` is used; its parts may be offloaded to host memory."""
     if not is_sharded(parameter):
         return parameter.device
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def compute_device(parameter: Tensor) -> torch.device:
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """What this process holds of a parameter."""
+    """This process's part of a parameter."""
 
     tensor: Tensor
     dim: int
@@ -38,11 +38,11 @@ class ParameterShard:
     """Half-open range along `dim` of every rank of `group`; one range if the parameter is whole here."""
     rank: int
     group: Any
-    """The process group whose ranks hold the other parts; None if the parameter is whole here."""
+    """Process group whose ranks hold the other parts; None if the parameter is whole here."""
 
     @classmethod
     def of(cls, parameter: Tensor) -> ParameterShard:
-        """Without communication."""
+        """Read the local part of `parameter`, without communication."""
         parameter = parameter.detach()
         if not is_sharded(parameter):
             return cls(parameter, 0, ((0, parameter.shape[0]),), 0, None)
@@ -73,11 +73,14 @@ class ParameterShard:
 
 @torch.no_grad()
 def gathered(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The whole of each parameter, where it is computed with. Collective if any of them is sharded: one all-gather for
-    each process group and dtype, whatever the number of parameters."""
+    """Return each parameter in full, on its compute device.
+
+    Collective if any of them is sharded: one all-gather for each process group and dtype, whatever the number of
+    parameters.
+    """
     import torch.distributed as dist
 
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has renamed it
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
     parts = [ParameterShard.of(parameter) for parameter in parameters]
     whole = [part.tensor for part in parts]
     batches: dict[tuple[Any, torch.dtype], list[int]] = {}

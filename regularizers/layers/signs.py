@@ -1,9 +1,9 @@
-"""Random signs by counting, not by a generator: any device, any split, any recomputation sees the same ones.
+"""Random signs from a counter-based hash, independent of the device, the split over processes and recomputation.
 
 A sign is one bit of a 64-bit hash of (seed, optimizer step, layer, side, *global* row or column), for some scopes also
-of the micro-batch and the sample. The hash is
-SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) used as a counter generator: word i of stream `key` is
-mix64(key + (i+1)·γ). Signed 64-bit integers wrap modulo 2^64 on every device, so the words are the same on all.
+of the micro-batch and the sample. The hash is SplitMix64 (Steele, Lea & Flood, OOPSLA 2014) used as a counter
+generator: word i of stream `key` is mix64(key + (i+1)·γ). Signed 64-bit integers wrap modulo 2^64 on every device, so
+the words are the same on all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 Side = Literal["out", "in", "probe", "shuffle", "sample"]
 MAX_COLUMNS = 64
-"""Signs that one word, hence one row or column, can give."""
+"""Number of signs in one word, hence for one row or column."""
 
 _SIDES: dict[str, int] = {"out": 1, "in": 2, "probe": 3, "shuffle": 4, "sample": 5}
 _MASK = (1 << 64) - 1
@@ -28,13 +28,13 @@ _M2 = 0x94D049BB133111EB
 
 
 def signed(word: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit word."""
+    """Return the int64 with the bits of an unsigned 64-bit word."""
     word &= _MASK
     return word - (1 << 64) if word >> 63 else word
 
 
 def _mix_int(word: int) -> int:
-    """SplitMix64's finaliser on a Python integer; the same bits as `mix64`."""
+    """Apply SplitMix64's finaliser to a Python integer; the same bits as `mix64`."""
     word &= _MASK
     word = ((word ^ (word >> 30)) * _M1) & _MASK
     word = ((word ^ (word >> 27)) * _M2) & _MASK
@@ -42,14 +42,14 @@ def _mix_int(word: int) -> int:
 
 
 def mix64(words: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 words, elementwise. The masks make the right shifts logical."""
+    """Apply SplitMix64's finaliser to int64 words, elementwise. The masks make the right shifts logical."""
     words = (words ^ ((words >> 30) & ((1 << 34) - 1))) * signed(_M1)
     words = (words ^ ((words >> 27) & ((1 << 37) - 1))) * signed(_M2)
     return words ^ ((words >> 31) & ((1 << 33) - 1))
 
 
 def mix64_(words: Tensor) -> Tensor:
-    """`mix64` in place, for many words: half of the time goes into memory otherwise."""
+    """Apply `mix64` in place, for many words: otherwise half of the time is spent on memory."""
     shifted = words >> 30
     words.bitwise_xor_(shifted.bitwise_and_((1 << 34) - 1)).mul_(signed(_M1))
     torch.bitwise_right_shift(words, 27, out=shifted)
@@ -59,66 +59,66 @@ def mix64_(words: Tensor) -> Tensor:
 
 
 def layer_uid(name: str) -> int:
-    """A 64-bit name for a layer, the same in every process and on every platform."""
+    """Return a 64-bit id of a layer, the same in every process and on every platform."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
 def stream_id(name: str, side: Side) -> int:
-    """Which stream of signs belongs to one side of a layer, as an int64; constant over a run."""
+    """Return the id of the sign stream of one side of a layer, as an int64; constant over a run."""
     return signed(_mix_int(layer_uid(name) + _SIDES[side] * _GAMMA))
 
 
 def step_id(seed: int, step: int) -> int:
-    """The part of a key that changes with every optimizer step, as an int64."""
+    """Return the part of a key that changes with every optimizer step, as an int64."""
     return signed(_mix_int(_mix_int(seed + _GAMMA) + step * _GAMMA))
 
 
 def micro_id(seed: int, step: int, micro: int) -> int:
-    """The part of a key that changes with every micro-batch (from 0) of every optimizer step, as an int64."""
+    """Return the part of a key that changes with every micro-batch (from 0) of every optimizer step, as an int64."""
     return signed(_mix_int(step_id(seed, step) + (micro + 1) * _GAMMA))
 
 
 def stream_keys(streams: Tensor, step: int) -> Tensor:
-    """The keys of streams (int64 `stream_id`s) at one optimizer step (a `step_id`) or micro-batch (a `micro_id`)."""
+    """Return the keys of streams (int64 `stream_id`s) at one optimizer step (`step_id`) or micro-batch (`micro_id`)."""
     return mix64(streams ^ step)
 
 
 def counters(indices: Tensor) -> Tensor:
-    """Counter values of global rows or columns (int64)."""
+    """Return the counter values of global rows or columns (int64)."""
     return (indices + 1) * signed(_GAMMA)
 
 
 def sign_words(keys: Tensor, counters: Tensor) -> Tensor:
-    """One 64-bit word for each pair of a key and a counter (broadcast)."""
+    """Return one 64-bit word for each pair of a key and a counter (broadcast)."""
     return mix64(keys + counters)
 
 
 class Streams:
-    """Words of many streams in one call: of stream i at its indices i, one stream after another."""
+    """Words of many streams in one call: stream i at its own indices, one stream after another."""
 
     def __init__(self, streams: Sequence[int], indices: Sequence[Tensor], device: torch.device) -> None:
         """`streams`: `stream_id`s; `indices`: global rows or columns (int64) of each."""
         self._streams = torch.tensor(streams, dtype=torch.int64, device=device)
         self._lengths = torch.tensor([len(each) for each in indices], device=device)
         self._total = sum(len(each) for each in indices)
-        # int32 while nobody draws: these lie in memory all the time, one for every row and column of the model
+        # int32 between draws: there is one index for every row and column of the model, kept for the whole run
         self._indices = torch.cat(list(indices)).to(device=device, dtype=torch.int32)
 
     def words(self, step: int) -> Tensor:
-        """At one `step_id` or `micro_id`, int64 (Σ lengths,)."""
+        """Return the words at one `step_id` or `micro_id`, int64 (Σ lengths,)."""
         keys = torch.repeat_interleave(stream_keys(self._streams, step), self._lengths, output_size=self._total)
         return sign_words(keys, counters(self._indices.long()))
 
 
 @lru_cache(maxsize=16)
 def _byte_table(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(256, 8): the eight signs of every byte, lowest bit first. A look-up is cheaper than shifting bit by bit."""
+    """Return the eight signs of every byte (256, 8), lowest bit first; a lookup is cheaper than shifting bit by bit."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return (bits * 2 - 1).to(device=device, dtype=dtype)
 
 
 def unpack(words: Tensor, columns: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Signs ±1 (N, columns) from the lowest bits of N words."""
+    """Return signs ±1 (N, columns) from the lowest bits of N words."""
     if not 0 <= columns <= MAX_COLUMNS:
         raise ValueError(f"a word gives at most {MAX_COLUMNS} signs, not {columns}")
     if columns == 0:
@@ -140,11 +140,11 @@ def signs(
     micro: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Signs ±1 (len(indices), columns) of one side of a layer; `indices` are global rows ("out"), columns, or rows of
-    the micro-batch `micro` ("sample").
+    """Return signs ±1 (len(indices), columns) of one side of a layer.
 
-    Any split of the indices over processes gives the slices of the whole. `GGPORegularizer` draws all layers in one
-    call of the same functions; this is the readable form and the reference.
+    indices: global rows ("out"), columns, or rows of the micro-batch `micro` ("sample"). Any split of the indices over
+    processes gives slices of the same result. `GGPORegularizer` draws all layers in one call of the same functions;
+    this is the readable form and the reference.
     """
     if isinstance(indices, range):
         indices = torch.arange(indices.start, indices.stop, indices.step, dtype=torch.int64)

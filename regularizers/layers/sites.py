@@ -1,4 +1,4 @@
-"""The LoRA layers of a PEFT model, recognised by what they have (`lora_A`, `base_layer`, ...), not by their class."""
+"""LoRA layers of a PEFT model, recognised by their attributes (`lora_A`, `base_layer`, ...), not by their class."""
 
 from __future__ import annotations
 
@@ -28,54 +28,55 @@ _STAGE = re.compile(r"^part\d+\.")
 
 
 def canonical_name(name: str) -> str:
-    """A module's name without the parts that wrappers (DDP, compile, FSDP, checkpointing) insert, nor the `part0.` of
-    a pipeline's stage."""
+    """Return a module's name without the parts inserted by wrappers (DDP, compile, FSDP, checkpointing), and without
+    the `part0.` of a pipeline's stage."""
     return ".".join(part for part in _STAGE.sub("", name).split(".") if part not in _WRAPPERS)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What of W0 (m, n) this process counts: all of `weight()` is at these rows and columns."""
+    """Block of W0 (m, n) that this process counts: `weight()` covers exactly these rows and columns."""
 
     rows: slice
     columns: slice
     weight: Callable[[], Tensor]
-    """Made when it is asked for; collective where FSDP2 shards a quantised weight."""
+    """Computed on demand; collective if FSDP2 shards a quantised weight."""
 
 
 @dataclass(eq=False)
 class LoraSite:
     """One linear layer with LoRA adapters: y = x (W0 + Σ sBA)ᵀ, W0 of shape (m, n).
 
-    m and n are those of this process: under tensor parallelism W0 has `row_cut` and `column_cut` of a larger one. FSDP2
-    may keep a part of W0 (m, n) here, and less of A and B. W0 may be quantised
-    (`flatshift.regularizers.layers.frozen`); the sites of a model whose quantised weights FSDP2 shards are made, and
-    their norms taken, on all ranks in the same order.
+    m and n are those of this process: under tensor parallelism W0 is the `row_cut` and `column_cut` of a larger one.
+    FSDP2 may keep a part of W0 (m, n) here, and less of A and B. W0 may be quantised
+    (`flatshift.regularizers.layers.frozen`). For a model whose quantised weights FSDP2 shards, creating sites and
+    computing norms is collective: all ranks must do so in the same order.
     """
 
     name: str
     layer: Any
     base: Any
     transposed: bool
-    """Conv1D of GPT-2 keeps its weight as (n, m)."""
+    """True for GPT-2's Conv1D, which stores its weight as (n, m)."""
     rows: int
     columns: int
     row_cut: ShardSlice | None = None
     column_cut: ShardSlice | None = None
     _base_norms: dict[tuple[int | None, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
-    """|w0_i|² over what is held of W0, by what that is: computed once, or twice if an evaluation left W0 gathered."""
+    """|w0_i|² over the local block of W0, keyed by that block: computed once, or twice if an evaluation left W0
+    gathered."""
 
     def __post_init__(self) -> None:
         self._held_norms(self._held())
 
     @property
     def quantised(self) -> bool:
-        """Whether W0 is stored as something else than the float matrix that the layer computes with."""
+        """True if W0 is stored as something other than the float matrix that the layer computes with."""
         return is_quantised(self.base)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the values of W0."""
+        """Dtype of the values of W0."""
         return value_dtype(self.base)
 
     @property
@@ -90,20 +91,20 @@ class LoraSite:
 
     @property
     def device(self) -> torch.device:
-        """Where the layer computes."""
+        """Device on which the layer computes."""
         return compute_device(self.base.weight)
 
     def active(self) -> list[str]:
-        """The adapters that take part in a forward pass."""
+        """Return the adapters that take part in a forward pass."""
         return active_adapters(self.layer)
 
     def has_variant(self, adapter: str) -> bool:
-        """Whether PEFT computes this adapter by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
+        """True if PEFT computes this adapter by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
         return has_variant(self.layer, adapter)
 
     def factors(self) -> list[Tensor]:
-        """What the row norms depend on besides W0: the magnitude vector of DoRA, else A of every active adapter, then
-        B of every one, then the diagonal between the two (KaSA) of those that have one."""
+        """Return the tensors that determine the row norms together with W0: the magnitude vector for DoRA, else A of
+        every active adapter, then B of every one, then the diagonal between the two (KaSA) of those that have one."""
         adapters = self.active()
         magnitudes = getattr(self.layer, "lora_magnitude_vector", None) or {}
         if len(adapters) == 1 and adapters[0] in magnitudes:
@@ -114,10 +115,10 @@ class LoraSite:
 
     @torch.no_grad()
     def squared_norms(self, factors: Sequence[Tensor]) -> Tensor:
-        """|w'_i|² (m,) of the adapted weight over the part of W0 that is held here, zero for rows of which nothing is:
-        the sum over the ranks that hold the other parts (FSDP2's, and those with the other columns) is the whole.
+        """Return |w'_i|² (m,) of the adapted weight over the local block of W0, zero for rows outside it.
 
-        `factors`: the whole of what `factors()` names. For DoRA it is the squared magnitude vector.
+        The sum over the ranks with the other parts (FSDP2's, and those with the other columns) is the full norm.
+        factors: the full tensors of `factors()`. For DoRA the result is the squared magnitude vector.
         """
         held = self._held()
         base = self._held_norms(held)
@@ -134,8 +135,11 @@ class LoraSite:
 
     @torch.no_grad()
     def bound(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """|w0_i|² and |s b_i A|² (m,) over the same part as `squared_norms`, without a look at W0: the root of the
-        second bounds the distance of |w'_i| from |w0_i|. Infinite where the norms need no product with W0 (DoRA)."""
+        """Return |w0_i|² and |s b_i A|² (m,) over the same block as `squared_norms`, without reading W0.
+
+        The root of the second bounds the distance of |w'_i| from |w0_i|. It is infinite if the norms need no product
+        with W0 (DoRA).
+        """
         held = self._held()
         base = self._held_norms(held)
         update = torch.zeros_like(base)
@@ -147,7 +151,7 @@ class LoraSite:
         return self._in_place(base, held.rows), self._in_place(update, held.rows)
 
     def _in_place(self, norms: Tensor, rows: slice) -> Tensor:
-        """`norms` of the rows `rows` among all (m,), zero elsewhere."""
+        """Scatter `norms` of the rows `rows` into a vector over all rows (m,), zero elsewhere."""
         if rows == slice(None):
             return norms
         return torch.zeros(self.rows, dtype=norms.dtype, device=norms.device).index_copy_(
@@ -155,7 +159,7 @@ class LoraSite:
         )
 
     def _update(self, factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The A of all active adapters, one below another (Σr, n), and their sB beside one another (m, Σr)."""
+        """Return A of all active adapters stacked (Σr, n), and their sB concatenated (m, Σr)."""
         adapters, layer = self.active(), self.layer
         count = len(adapters)
         diagonals = iter(factors[2 * count :])
@@ -171,7 +175,7 @@ class LoraSite:
         part, whole = ParameterShard.of(self.base.weight), slice(None)
         if part.group is None:
             return _Held(whole, whole, lambda: self._oriented(values(self.base)))
-        if self.quantised:  # parts of packed bytes are no matrices: each rank unpacks some rows of the whole
+        if self.quantised:  # parts of packed bytes are not matrices: each rank unpacks some rows of the whole
             step = -(-self.rows // len(part.bounds))
             rows = slice(min(part.rank * step, self.rows), min((part.rank + 1) * step, self.rows))
             return _Held(rows, whole, lambda: values(self.base, *gathered([self.base.weight]))[rows])
@@ -190,39 +194,39 @@ class LoraSite:
 
 
 def _whole_factor(part: Any, weight: Tensor) -> Tensor:
-    """`weight` of the factor `part`, with the zeros that a block-diagonal one (BD-LoRA) does not keep."""
+    """Return `weight` of the factor `part`, with the zeros that a block-diagonal factor (BD-LoRA) does not store."""
     blocks = getattr(part, "nblocks", None)
     return weight if blocks is None else torch.block_diag(*weight.chunk(blocks))
 
 
 def _is_factor(part: Any, columns: int) -> bool:
-    """Whether `part` multiplies the layer's own input (QA-LoRA multiplies means over groups of it)."""
+    """True if `part` multiplies the layer's own input (QA-LoRA multiplies means over groups of it)."""
     return (isinstance(part, nn.Linear) and part.weight.shape[1] == columns) or hasattr(part, "nblocks")
 
 
 def _has_values(weight: Tensor) -> bool:
-    """Whether there is something to read (a weight on meta is kept elsewhere)."""
+    """True if the weight has readable values (a weight on meta is stored elsewhere)."""
     return not weight.is_meta
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether PEFT adapts `module` by LoRA, whatever kind of layer it is."""
+    """True if PEFT adapts `module` by LoRA, whatever kind of layer it is."""
     return hasattr(module, "lora_A") and hasattr(module, "lora_B") and hasattr(module, "base_layer")
 
 
 def active_adapters(layer: Any) -> list[str]:
-    """The adapters of a LoRA layer that take part in its forward pass."""
+    """Return the adapters of a LoRA layer that take part in its forward pass."""
     return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
 
 
 def has_variant(layer: Any, adapter: str) -> bool:
-    """Whether PEFT computes this adapter of a LoRA layer by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
+    """True if PEFT computes this adapter of a LoRA layer by another rule than W0 + sBA (DoRA, aLoRA, ...)."""
     variants = getattr(layer, "lora_variant", None) or {}
     return adapter in variants or bool((getattr(layer, "use_dora", None) or {}).get(adapter))
 
 
 def linear_shape(base: Any) -> tuple[int, int, bool] | None:
-    """(m, n, transposed) of a layer that computes x W0ᵀ, or None for other kinds (embedding, convolution)."""
+    """Return (m, n, transposed) of a layer that computes x W0ᵀ, or None for other kinds (embedding, convolution)."""
     if isinstance(base, nn.Linear):
         return base.out_features, base.in_features, False
     if type(base).__name__ == "Conv1D" and hasattr(base, "nf"):
@@ -231,7 +235,8 @@ def linear_shape(base: Any) -> tuple[int, int, bool] | None:
 
 
 def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[list[LoraSite], list[str]]:
-    """The linear LoRA layers of `model` in order, and the names of LoRA layers of other kinds, which are left alone.
+    """Return the linear LoRA layers of `model` in order, and the names of LoRA layers of other kinds, which are
+    skipped.
 
     Raises RegularizerError if a weight cannot be read as an (m, n) matrix, or is sharded without a placement.
     """
@@ -268,8 +273,10 @@ def find_lora_sites(model: nn.Module, placement: Placement = ALONE) -> tuple[lis
 
 
 def refuse_none(layers: int, others: list[str], what: str) -> None:
-    """Raises RegularizerError if there is no linear LoRA layer; `others`: names of LoRA layers of other kinds; `what`:
-    who does what with "adapted linear layers"."""
+    """Raise RegularizerError if there is no linear LoRA layer.
+
+    others: names of LoRA layers of other kinds. what: subject and verb of the message, before "adapted linear layers".
+    """
     if layers == 0:
         found = f"only LoRA layers of other kinds ({others[0]}, ...)" if others else "no LoRA layer"
         raise RegularizerError(

@@ -1,1 +1,1 @@
-"""The regularizers: a method a file, and what several of them share."""
+"""The regularizers, one method per file, and their shared code."""

@@ -1,14 +1,14 @@
-"""BAR: the two factors of each LoRA layer are balanced as SAM would balance them, by rescaling them a little.
+"""BAR: balances the two factors of each LoRA layer, as SAM does implicitly, by rescaling them slightly.
 
 For a layer with factors A, B and their gradients g_A, g_B, with learning rate η and a decaying α_t:
 
     nbar   |g_A| ≥ |g_B|:  A ← (1 + α_t η) A,  B ← (1 − α_t η) B;   else the other way round
     obar   |A| ≥ |B|:      A ← (1 − α_t η) A;   else B ← (1 − α_t η) B
 
-and then the optimizer's update with the gradients as they are. Norms and factors are those before the update, as for
-decoupled weight decay: ±α_t η θ_t is added to what the optimizer made of θ_t, which is the same thing. Gradients are
-those of the whole step before clipping (a common factor does not change the comparison). A step with a gradient that
-is not finite rescales nothing in `nbar`.
+and then the optimizer step with the unchanged gradients. Norms and factors are those before the step, as for decoupled
+weight decay: here ±α_t η θ_t is added after the optimizer step, which is equivalent. Gradients are those of the whole
+step before clipping (a common factor does not change the comparison). In `nbar`, a step with a non-finite gradient
+rescales nothing.
 
 Source: Li, Zhang & He, Implicit Regularization of Sharpness-Aware Minimization for Scale-Invariant Problems, NeurIPS
 2024 (arXiv 2410.14802), Algorithms 2 and 3; no code was published.
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 def scheduled_alpha(config: BAR, t: int, total_steps: int) -> float:
-    """α_t of optimizer step `t` (from 0): constant, or falling from α to 0 over `total_steps`."""
+    """Return α_t of optimizer step `t` (from 0): constant, or falling from α to 0 over `total_steps`."""
     if config.schedule == "constant":
         return config.alpha
     done = min(t / total_steps, 1.0)
@@ -58,15 +58,17 @@ def scheduled_alpha(config: BAR, t: int, total_steps: int) -> float:
 
 
 def factor_pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(A, B) of every layer whose two factors are both among the parameter `names`."""
+    """Return (A, B) of every layer whose two factors are both among the parameter `names`."""
     present = dict.fromkeys(names)
     partners = ((name, re.sub(r"\.(lora_|lora_embedding_)A\.", r".\1B.", name)) for name in present)
     return [(a, b) for a, b in partners if a != b and b in present]
 
 
 class BARRegularizer(Regularizer):
-    """See the module's text; made by `flatshift.regularizers.build(BAR(...))`. Acts in `after_optimizer_step`, so the
-    loop must call it."""
+    """BAR (see the module docstring); created by `flatshift.regularizers.build(BAR(...))`.
+
+    Acts in `after_optimizer_step`, so the loop must call it.
+    """
 
     def __init__(self, config: BAR) -> None:
         demand_length("alpha", config.alpha)
@@ -77,13 +79,13 @@ class BARRegularizer(Regularizer):
         self._placement: Placement = ALONE
         self._pairs: list[tuple[str, str]] = []
         self._layers = 0
-        """Pairs of the whole model, on whatever stages they are."""
+        """Number of pairs in the whole model, over all pipeline stages."""
         self._seed = self._step = self._total_steps = 0
         self._inside = False
         self._before: dict[str, Tensor] = {}
-        """θ before the update, between `step` and `after_optimizer_step`."""
+        """θ before the optimizer step, between `step` and `after_optimizer_step`."""
         self._scales: dict[str, Tensor] = {}
-        """By what each factor grows in units of α_t η: 1, 0 or −1."""
+        """Growth of each factor in units of α_t η: 1, 0 or −1."""
         self._grown = torch.zeros(())
 
     def attach(self, model: nn.Module, *, seed: int, total_steps: int, placement: Placement | None = None) -> Self:
@@ -132,7 +134,7 @@ class BARRegularizer(Regularizer):
 
     @torch.no_grad()
     def _compare(self, loss_scale: float) -> None:
-        """Which factor of each layer grows and which shrinks. No wait for the device."""
+        """Decide which factor of each layer grows and which shrinks. Does not wait for the device."""
         assert self._adapters is not None
         values = self._adapters.values()
         judged = values if self.config.form == "obar" else self._adapters.gradients(loss_scale)
@@ -151,14 +153,14 @@ class BARRegularizer(Regularizer):
         self._grown = (a_scale > b_scale).sum().double()
 
     def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Squared norms of what belongs to A and to B of each pair, float64 (pairs,). Collective."""
+        """Return the squared norms of A and of B of each pair, float64 (pairs,). Collective."""
         names = [name for pair in self._pairs for name in pair]
         both = self._placement.squares({name: tensors[name] for name in names}).view(-1, 2)
         return both[:, 0], both[:, 1]
 
     @torch.no_grad()
     def after_optimizer_step(self, rate: float) -> None:
-        """Rescale; once for every step that was left without an exception."""
+        """Rescale the factors; runs once for every step left without an exception."""
         if self._adapters is None:
             return
         reach = scheduled_alpha(self.config, self._step, self._total_steps) * rate
@@ -168,8 +170,11 @@ class BARRegularizer(Regularizer):
         self._before, self._scales = {}, {}
 
     def metrics(self) -> dict[str, float]:
-        """`alpha` of the last step; `grown_a`, the share of layers whose A gained on its B; `balance`,
-        Σ(|A|² − |B|²)/Σ(|A|² + |B|²) over all layers now: 0 is balanced, ±1 all in A or in B."""
+        """Return the metrics of the last step.
+
+        `alpha`; `grown_a`, the share of layers whose A grew relative to its B; `balance`, Σ(|A|² − |B|²)/Σ(|A|² + |B|²)
+        over all layers now: 0 is balanced, ±1 all in A or in B.
+        """
         return self.figures().read()
 
     def figures(self) -> MetricTensors:
@@ -187,7 +192,7 @@ class BARRegularizer(Regularizer):
         return MetricTensors(sums, named)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Between steps there is nothing to keep but the place in the schedule."""
+        """Return the state: between steps only the position in the schedule."""
         return {"bar.seed": torch.tensor(self._seed), "bar.step": torch.tensor(self._step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -2,13 +2,13 @@
 
     y = x (W0 + sB₁A₁ + B₂A₂)ᵀ,   A₁, B₁ descend and A₂, B₂ ascend on the gradients of one and the same backward pass
 
-and after each update all A₂, B₂ are scaled by √(ρ/c) if c = √(Σ_layers |B₂A₂|_F²) > ρ: one ball over all layers (per
-layer most of the gain is lost, without it training is hurt). The second adapter is dropped in the end; what is trained
-and saved is the first one. Source: Bi-LoRA, arXiv 2508.19564, §4 and Alg. 1.
+and after each optimizer step all A₂, B₂ are scaled by √(ρ/c) if c = √(Σ_layers |B₂A₂|_F²) > ρ: one ball over all layers
+(with one ball per layer most of the gain is lost; without any, training is hurt). The second adapter is dropped at the
+end; only the first one is trained for use and saved. Source: Bi-LoRA, arXiv 2508.19564, §4 and Alg. 1.
 
-A₂ is drawn like PEFT's A, B₂ is zero: the first step is plain. Both are plain tensors that only the layers' outputs
-know: no parameter of the model, so the user's optimizer, clipping, saving and sharding never see them. They are the
-same on all processes that have other tokens, FSDP2's included: the layers' inputs and outputs are whole there.
+A₂ is drawn like PEFT's A, B₂ is zero: the first step is plain. Both are plain tensors used only in the layers' outputs
+and not parameters of the model, so the user's optimizer, clipping, saving and sharding never see them. They are the
+same on all processes with other tokens, FSDP2's included: the layers' inputs and outputs are whole there.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def drawn_a(seed: int, layer: str, rank: int, columns: int) -> Tensor:
-    """A₂ (rank, columns) as PEFT draws A: uniform in ±1/√columns; the same for a layer's name on any mesh."""
+    """Draw A₂ (rank, columns) as PEFT draws A: uniform in ±1/√columns; the same for a layer's name on any mesh."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{layer}/bi-lora".encode()).digest()[:8], "big") >> 1
     drawn = torch.rand(rank, columns, generator=torch.Generator().manual_seed(key))
     return (2 * drawn - 1) / math.sqrt(columns)
 
 
 def squared_product_norm(a: Tensor, b: Tensor) -> Tensor:
-    """|BA|_F² = Σ (BᵀB)∘(AAᵀ), float64 (), of a (r, n) and b (m, r), without forming BA."""
+    """Return |BA|_F² = Σ (BᵀB)∘(AAᵀ), float64 (), of a (r, n) and b (m, r), without forming BA."""
     return ((b.T @ b).double() * (a @ a.T).double()).sum()
 
 
@@ -62,10 +62,10 @@ def _second_adapter(a: Tensor, b: Tensor, y: Tensor, x: Tensor) -> Tensor:
 
 
 class BiLoraRegularizer(Regularizer):
-    """See the module's text. One pass; with rank 8 the paper measures 1.09 of LoRA's step time.
+    """Bi-LoRA (see the module docstring). One pass; with rank 8 the paper measures 1.09 of LoRA's step time.
 
-    Ascent is AdamW's (`maximize`, no weight decay) with the update's learning rate · `lr_scale`, in
-    `after_optimizer_step`; a step whose gradients are not finite, or which no update follows, changes nothing.
+    Ascent uses AdamW (`maximize`, no weight decay) with the step's learning rate · `lr_scale`, in
+    `after_optimizer_step`; a step with non-finite gradients, or without a following optimizer step, changes nothing.
     """
 
     def __init__(self, config: BiLora) -> None:
@@ -79,9 +79,9 @@ class BiLoraRegularizer(Regularizer):
         self._optimizer: torch.optim.AdamW | None = None
         self._placement: Placement = ALONE
         self._gradients: list[Tensor] | None = None
-        """Of the step that was left last, until `after_optimizer_step`."""
+        """Gradients of the last step, until `after_optimizer_step`."""
         self._made: Tensor | None = None
-        """On a mesh, whether they are of any backward pass, bool ()."""
+        """On a mesh, True if any rank made a backward pass, bool ()."""
         self._inside = False
         self._seed = self._step = 0
         self._norm = self._clipped = self._skipped = torch.zeros(())
@@ -96,7 +96,8 @@ class BiLoraRegularizer(Regularizer):
         self._placement, self._terms = placement, [AddedTerm(site) for site in sites]
         self._factors = {name: factor for site in sites for name, factor in self._fresh(site, seed).items()}
         device = sites[0].device
-        # A fused update can be told on the device that it is to change nothing; a CPU is simply asked before.
+        # A fused optimizer can be made to skip its step by a flag on the device; on a CPU the flag is simply read
+        # first.
         self._on_host = device.type == "cpu"
         self._optimizer = torch.optim.AdamW(
             self._factors.values(), lr=0.0, weight_decay=0.0, maximize=True, fused=not self._on_host
@@ -129,7 +130,7 @@ class BiLoraRegularizer(Regularizer):
 
     @torch.no_grad()
     def _read(self, loss_scale: float) -> list[Tensor] | None:
-        """∂L/∂ every factor, summed over the mesh; None if no backward pass was made. Collective."""
+        """Return ∂L/∂ every factor, summed over the mesh; None if no backward pass was made. Collective."""
         found = [torch.zeros_like(f) if f.grad is None else f.grad for f in self._factors.values()]
         made = any(f.grad is not None for f in self._factors.values())
         if self._placement is ALONE:
@@ -152,14 +153,14 @@ class BiLoraRegularizer(Regularizer):
 
     @torch.no_grad()
     def after_optimizer_step(self, rate: float) -> None:
-        """Ascend, then back into the ball, unless a gradient is not finite. No wait for the device."""
+        """Ascend and project back into the ball, unless a gradient is not finite. Does not wait for the device."""
         gradients, self._gradients = self._gradients, None
         if gradients is None or self._optimizer is None:
             return
         device = gradients[0].device
         finite = torch.stack([gradient.isfinite().all().to(device) for gradient in gradients]).all()
         self._skipped = self._skipped + ~finite
-        if self._made is not None:  # on a mesh only the device knows whether any rank has made a pass
+        if self._made is not None:  # on a mesh only the device knows whether any rank made a backward pass
             finite = finite & self._made
         if not self._on_host:
             fused: Any = self._optimizer
@@ -174,7 +175,7 @@ class BiLoraRegularizer(Regularizer):
         self._pull_back(finite)
 
     def _pull_back(self, updated: Tensor) -> None:
-        """Scale all factors by √(ρ/c) if c > ρ and they were `after_optimizer_step`, bool ()."""
+        """Scale all factors by √(ρ/c) if c > ρ and they were `updated`, bool ()."""
         names = [term.site.name for term in self._terms]
         device = next(iter(self._factors.values())).device
         squares = [squared_product_norm(self._factors[f"{n}.A"], self._factors[f"{n}.B"]).to(device) for n in names]
@@ -187,8 +188,9 @@ class BiLoraRegularizer(Regularizer):
         self._clipped = self._clipped.to(device) + outside
 
     def metrics(self) -> dict[str, float]:
-        """`auxiliary_norm` √Σ|B₂A₂|² after the last update (at most ρ), `auxiliary_clips` how many updates so far were
-        pulled back, `auxiliary_skips` how many were left out because a gradient was not finite."""
+        """Return `auxiliary_norm` √Σ|B₂A₂|² after the last optimizer step (at most ρ), `auxiliary_clips`, the number of
+        steps so far that were scaled back, and `auxiliary_skips`, the number skipped because of a non-finite
+        gradient."""
         return self.figures().read()
 
     def figures(self) -> MetricTensors:
@@ -212,7 +214,7 @@ class BiLoraRegularizer(Regularizer):
         return state
 
     def _updates(self) -> Tensor:
-        """How many updates AdamW has made, float32 () as it counts."""
+        """Return the number of steps AdamW has made, float32 () as it counts them."""
         assert self._optimizer is not None
         counts: list[Tensor] = [held["step"] for held in self._optimizer.state.values() if held]
         return counts[0].clone() if counts else torch.zeros(())

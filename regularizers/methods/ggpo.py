@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_settings(config: GGPO) -> None:
-    """Raises RegularizerError for a value without a meaning, naming the key."""
+    """Raise RegularizerError for an invalid value, naming the key."""
 
     def demand(holds: bool, key: str, wanted: str) -> None:
         preconditions.require(holds, key, getattr(config, key), wanted)
@@ -74,7 +74,7 @@ def check_settings(config: GGPO) -> None:
 
 
 class GGPORegularizer(Regularizer):
-    """See the module's text; made by `flatshift.regularizers.build(GGPO(...))`. Inert until `attach`."""
+    """GGPO (see the module docstring); created by `flatshift.regularizers.build(GGPO(...))`. Inert until `attach`."""
 
     def __init__(self, config: GGPO) -> None:
         check_settings(config)
@@ -84,14 +84,14 @@ class GGPORegularizer(Regularizer):
         self._placement: Placement = ALONE
         self._device = torch.device("cpu")
         self._layers = self._rows = self._left_alone = 0
-        """Of the whole model, on whatever ranks they are."""
+        """Counts over the whole model, on all ranks."""
         self._seed = 0
         self._total_steps = 0
         self._step = 0
         self._refreshed = -1
-        """Step of the last row norms; −1: none yet."""
+        """Step at which the row norms were last computed; −1: not yet."""
         self._recomputed = 0
-        """Layers whose row norms the last step took exactly."""
+        """Number of layers whose row norms the last step computed exactly."""
         self._inside = False
         self._model: nn.Module | None = None
         self._batches = SampleCounts()
@@ -118,7 +118,7 @@ class GGPORegularizer(Regularizer):
             groups.setdefault((site.device, site.dtype), []).append(branch)
         banks = [NoiseScales(branches, self.config, self._batches, self._placement) for branches in groups.values()]
         self._device = banks[0].device if banks else self._placement.device
-        # A pipeline's stage may have no adapter, and its row may be cut; what counts is the whole model.
+        # A pipeline stage may have no adapter, and its rows may be sharded; only the counts of the whole model matter.
         counts = torch.tensor([len(sites), sum(site.whole_rows for site in sites), len(others)], device=self._device)
         self._placement.sum_pipeline(counts)
         self._layers, self._rows, self._left_alone = counts.tolist()
@@ -140,7 +140,7 @@ class GGPORegularizer(Regularizer):
         preconditions.refuse_reentry("GGPO", t, attached=self._attached, inside=self._inside)
         self._step, self._recomputed = t, 0
         sigma = scheduled_sigma(self.config.sigma, self.config.schedule, t, self._total_steps)
-        if sigma == 0:  # not a branch of zeros: the very same operations as plain LoRA
+        if sigma == 0:  # not a branch of zeros: exactly the operations of plain LoRA
             for bank in self._banks:
                 bank.rest()
             yield range(1)
@@ -168,7 +168,8 @@ class GGPORegularizer(Regularizer):
 
     @torch.no_grad()
     def _perturb(self, t: int, sigma: float, *, sketches: bool) -> None:
-        """Row norms if they are due, the rows' shares of the noise power, and the noise itself."""
+        """Refresh the row norms if due, share the noise power among the rows, and install the noise."""
+        # Also if t is before the last refresh, as for a repeated step.
         if self._refreshed < 0 or not 0 <= t - self._refreshed < self.config.refresh:
             self._recomputed = sum(bank.refresh_norms() for bank in self._banks)
             self._refreshed = t
@@ -187,7 +188,7 @@ class GGPORegularizer(Regularizer):
 
     @torch.no_grad()
     def _learn(self, loss_scale: float) -> None:
-        """Average this step's sketches in, unless one of them, on whatever rank, is not finite. No wait for the
+        """Average this step's sketches in, unless one of them, on any rank, is not finite. Does not wait for the
         device."""
         sketches = [bank.sketch(loss_scale) for bank in self._banks]
         broken = torch.zeros((), device=self._device)
@@ -199,8 +200,11 @@ class GGPORegularizer(Regularizer):
             bank.learn(q, took_part, (broken == 0).to(bank.device))
 
     def perturbations(self, sample: int = 0, samples: int = 1) -> dict[str, Tensor]:
-        """ε (m, n) of every layer, dense: for tests and instruments, inside a step only; of the micro-batch at hand
-        where it has its own, and of number `sample` of this process's `samples` in it where each sample has."""
+        """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only.
+
+        If each micro-batch has its own noise, that of the current one; if each sample has, that of sample number
+        `sample` of this process's `samples`.
+        """
         noise = {}
         for bank in self._banks:
             for branch in bank.branches:
@@ -212,10 +216,13 @@ class GGPORegularizer(Regularizer):
         return noise
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step: `sigma` (scheduled), `row_sigma_mean`, `gradient_share` (the gradient's part of the noise
-        power), `guidance` (how much power the gradient moved between rows, 0 to 1: mean over layers, or with
-        `normalize: model` of the whole model), layer counts, `norms_refreshed` (layers whose row norms were taken from
-        W0 anew), `sketches` averaged and `sketches_skipped` because they were not finite (means over layers)."""
+        """Return the metrics of the last step.
+
+        `sigma` (scheduled), `row_sigma_mean`, `gradient_share` (the gradient's part of the noise power), `guidance`
+        (how much power the gradient moved between rows, 0 to 1: mean over layers, or with `normalize: model` of the
+        whole model), layer counts, `norms_refreshed` (layers whose row norms were recomputed from W0), `sketches`
+        averaged and `sketches_skipped` because they were not finite (means over layers).
+        """
         return self.figures().read()
 
     def figures(self) -> MetricTensors:
@@ -275,7 +282,7 @@ class GGPORegularizer(Regularizer):
 
 
 def flat_lora(config: FlatLora) -> GGPORegularizer:
-    """Flat-LoRA (arXiv 2409.14396): GGPO whose noise power follows the weights' row norms alone (β = 0)."""
+    """Build Flat-LoRA (arXiv 2409.14396): GGPO whose noise power follows the weights' row norms alone (β = 0)."""
     return GGPORegularizer(
         GGPO(sigma=config.sigma, beta=0.0, probes=0, rank=config.rank, schedule=config.schedule, refresh=config.refresh)
     )

@@ -1,6 +1,6 @@
-"""How GGPO's noise power is shared among the rows of a layer, and over training.
+"""Distribution of GGPO's noise power over the rows of a layer, and over training.
 
-Pure functions over flat vectors: the rows of all layers one after another, `owner` (rows,) naming each row's layer.
+Pure functions over flat vectors: the rows of all layers one after another; `owner` (rows,) holds each row's layer.
 Sources: LoRA-GGPO (arXiv 2502.14538 v1) for the sum of weight and gradient norms, Flat-LoRA (arXiv 2409.14396) for
 σ²/n·|W'_i|² and the ramp; the `relative` scalings of β are our own readings.
 """
@@ -18,7 +18,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 
 
 def scheduled_sigma(sigma: float, schedule: Schedule, step: int, total_steps: int) -> float:
-    """σ of optimizer step `step` (from 0) of `total_steps`: constant, or a ramp from 0 to σ."""
+    """Return σ of optimizer step `step` (from 0) of `total_steps`: constant, or a ramp from 0 to σ."""
     if schedule == "constant":
         return sigma
     done = min(1.0, step / total_steps)
@@ -26,37 +26,39 @@ def scheduled_sigma(sigma: float, schedule: Schedule, step: int, total_steps: in
 
 
 def layer_means(values: Tensor, sizes: list[int]) -> Tensor:
-    """Mean of each layer's rows, (layers,)."""
+    """Return the mean of each layer's rows, (layers,)."""
     return torch.stack([part.mean() for part in values.split(sizes)])
 
 
 def debiased(ema: Tensor, updates: Tensor, decay: float) -> Tensor:
-    """v = EMA / (1 − b^t) per row, zero where nothing was averaged yet (`updates` per row)."""
+    """Return v = EMA / (1 − b^t) per row, zero before the first estimate (`updates` is t per row)."""
     weight = 1 - decay ** updates.to(ema.dtype)
     return torch.where(updates > 0, ema / weight.clamp_min(torch.finfo(ema.dtype).tiny), torch.zeros_like(ema))
 
 
 def gradient_form(norms: Tensor, v: Tensor, mode: Mode) -> Tensor:
-    """What the gradient's part of a row's power is proportional to, (rows,): v_i, or |W'_i|² v_i for the product."""
+    """Return the unscaled gradient part of each row's power, (rows,): v_i, or |W'_i|² v_i for the product."""
     return norms * v if mode == "relative-product" else v
 
 
 def gradient_level(norms: Tensor, forms: Tensor) -> Tensor:
-    """Factor that brings `gradient_form` to the size of |W'|², from the sums (or means) of both over the same rows;
-    zero where no gradient is known yet."""
+    """Return the factor that scales `gradient_form` to the size of |W'|², from the sums (or means) of both over the
+    same rows; zero while no gradient is known."""
     known = forms > 0
     return torch.where(known, norms / torch.where(known, forms, torch.ones_like(forms)), 0.0)
 
 
 def power_shares(norms: Tensor, form: Tensor, level: Tensor, *, beta: float, mode: Mode) -> tuple[Tensor, Tensor]:
-    """n·σ_i²/σ² of every row, and the part of it that comes from the gradient; both (rows,).
+    """Return n·σ_i²/σ² of every row, and its part that comes from the gradient; both (rows,).
 
     norms: |W'_i|²; form: `gradient_form`; level: `gradient_level` over the row's layer, or over the whole model.
-    relative: (|W'_i|² + β v_i·Σ|W'|²/Σv)/(1+β).
-    relative-product: |W'_i|² (1 + β v_i·Σ|W'|²/Σ|W'|²v)/(1+β).
-        The sum of both over the rows that `level` was taken over does not depend on β. Where no gradient is known
-        yet they share the power by the weights alone: |W'_i|², the same sum.
-    paper: |W'_i|² + β v_i; level is not used.
+
+        relative: (|W'_i|² + β v_i·Σ|W'|²/Σv)/(1+β).
+        relative-product: |W'_i|² (1 + β v_i·Σ|W'|²/Σ|W'|²v)/(1+β).
+        paper: |W'_i|² + β v_i; level is not used.
+
+    For the first two, the sum over the rows that `level` was computed over does not depend on β. While no gradient is
+    known they share the power by the weights alone: |W'_i|², the same sum.
     """
     if mode == "paper":
         gradient = beta * form

@@ -1,4 +1,4 @@
-"""LoRA-MGPO and Momentum-SAM: gradients are taken a step away from the adapter, along the momentum, in one pass.
+"""LoRA-MGPO and Momentum-SAM: gradients are taken one step away from the adapter, along the momentum, in one pass.
 
 θ is the vector of all trained LoRA factors, m the momentum of its gradient g, ḡ the averaged norm of g:
 
@@ -8,23 +8,22 @@
 and ḡ_1 = |g_1|. g_t = ∂L/∂θ at θ_t + ε_t; m_0 = 0, so the first step is unperturbed. Only the direction of m counts,
 and it is that of Adam's averaged gradient. The optimizer updates θ_t itself. One global norm and one global scalar over
 all layers. g is the whole gradient of an optimizer step: after accumulation and the sums over a mesh, divided by the
-loss scale, before clipping. A gradient that is zero or not finite teaches nothing.
+loss scale, before clipping. A gradient that is zero or not finite is not averaged in.
 
 Sources: LoRA-MGPO, EMNLP Findings 2025 #34 (arXiv 2502.14538 v3), Eqs 2–6, where the sign is +; its authors' code is
-another method (`LayerMomentumRegularizer`). Momentum-SAM, Becker, Altrock & Risse, arXiv 2401.12033: its code goes
+another method (`LayerMomentumRegularizer`). Momentum-SAM, Becker, Altrock & Risse, arXiv 2401.12033: its code moves
 down along Adam's averaged gradient and keeps the weights moved between steps; here they are moved inside a step only.
 
-As its authors' code has it, LoRA-MGPO works layer by layer, in the space of the merged weight, and nothing is
-dense. With M the momentum of the gradient and ḡ the averaged norm of the layer's gradient, of every layer by itself:
+In its authors' code, LoRA-MGPO works layer by layer, in the space of the merged weight; here nothing of it is dense.
+With M the momentum of the gradient and ḡ the averaged norm of the layer's gradient, separately for every layer:
 
     D = s (M_B A + B M_A),   ε = ± ρ D/(|D|_F + e) · min(1/(ḡ + e), clamp),   ḡ averages |s (g_B A + B g_A)|_F
 
 where the sign of the code is −. D = P Q with P = s [M_B, B] (m, 2r) and Q = [A; M_A] (2r, n), so that ε is a frozen
 branch of rank 2r on the layer's output (`flatshift.regularizers.layers.branch`), |D|_F² = Σ (PᵀP) ∘ (QQᵀ), and W0 is
 never written. The authors' repository (llm172/LoRA-MGPO, b45656c, `lora_mgpo/trainer.py`) adds a dense D to W0 in
-place. Two more of its habits are not followed: ḡ there is taken at every micro-batch from a half-accumulated gradient,
-and M is what the optimizer made of *clipped* gradients; here both follow the whole, unclipped gradient of a step.
-
+place. Two more of its habits are not followed: ḡ there is computed at every micro-batch from a half-accumulated
+gradient, and M from the optimizer's state after *clipping*; here both follow the whole, unclipped gradient of a step.
 For DoRA and other variants D is that of sBA and is added to the layer's output. LoRA layers that are not linear
 (embeddings) train unperturbed.
 """
@@ -62,14 +61,14 @@ if TYPE_CHECKING:
 
 
 def mgpo(config: MGPO) -> MomentumRegularizer:
-    """The regularizer of `config.form`."""
+    """Build the regularizer of `config.form`."""
     if config.form == "code":
         return LayerMomentumRegularizer(config)
     return MomentumRegularizer(config)
 
 
 def check_settings(config: MGPO | MSAM) -> None:
-    """Raises RegularizerError for a value without a meaning, naming the key."""
+    """Raise RegularizerError for an invalid value, naming the key."""
     demand_length("rho", config.rho)
     require(0 <= config.momentum < 1, "momentum", config.momentum, "a number in [0, 1)")
     if isinstance(config, MGPO):
@@ -82,8 +81,8 @@ def check_settings(config: MGPO | MSAM) -> None:
 
 
 class MomentumRegularizer(Regularizer):
-    """See the module's text; made by `flatshift.regularizers.build(MGPO(...))` or `build(MSAM(...))`. Inert until
-    `attach`."""
+    """MGPO or Momentum-SAM (see the module docstring); created by `flatshift.regularizers.build(MGPO(...))` or
+    `build(MSAM(...))`. Inert until `attach`."""
 
     def __init__(self, config: MGPO | MSAM) -> None:
         check_settings(config)
@@ -94,13 +93,13 @@ class MomentumRegularizer(Regularizer):
         self._seed = self._step = 0
         self._inside = False
         self._fresh = True
-        """Nothing was learned yet, so that there is no direction: known without asking the device."""
+        """True until the first step is learned, so that there is no direction yet; known without asking the device."""
         self._momentum: dict[str, Tensor] = {}
-        """m by parameter, laid out like θ on this process."""
+        """m by parameter, with θ's layout on this process."""
         self._shapes: dict[str, tuple[int, ...]] = {}
-        """The whole shape of each, on any mesh."""
+        """Full shape of each parameter, on any mesh."""
         self._average = self._updates = self._skipped = torch.zeros(())
-        """ḡ; steps that m holds; steps left out because their gradient was not finite."""
+        """ḡ; number of steps averaged into m; number of steps skipped because of a non-finite gradient."""
         self._figures: dict[str, Tensor] = {}
 
     # ------------------------------------------------------------------ attach and detach
@@ -121,7 +120,7 @@ class MomentumRegularizer(Regularizer):
         return self
 
     def _prepare(self, model: nn.Module, adapters: Adapters) -> None:
-        """What a form needs of the model besides θ."""
+        """Read from the model what a form needs in addition to θ."""
 
     def _first_average(self, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -148,18 +147,18 @@ class MomentumRegularizer(Regularizer):
             self._inside = False
 
     def _perturbed(self, adapters: Adapters) -> AbstractContextManager[None]:
-        """θ + ε inside. Without a wait for the device."""
+        """Return a context in which θ is θ + ε. Does not wait for the device."""
         with torch.no_grad():
             norm = adapters.squared_norm(self._momentum).sqrt()
             divisor = norm * self._average if isinstance(self.config, MGPO) else norm
-            # No momentum yet, or no gradient norm: no direction, no perturbation.
+            # Without momentum or gradient norm there is no direction, hence no perturbation.
             factor = torch.where(divisor > 0, self._sign * self.config.rho / divisor, 0.0)
             self._figures["perturbation_norm"] = norm * factor.abs()
         return adapters.moved(self._momentum, factor)
 
     @torch.no_grad()
     def _learn(self, adapters: Adapters, loss_scale: float) -> None:
-        """Take the step's gradient into m and ḡ, on every rank or on none. No wait for the device."""
+        """Average the step's gradient into m and ḡ, on every rank or on none. Does not wait for the device."""
         gradients = adapters.gradients(loss_scale)
         norm = adapters.squared_norm(gradients).sqrt()
         learns = norm.isfinite() & (norm > 0)
@@ -178,15 +177,17 @@ class MomentumRegularizer(Regularizer):
         self._figures["gradient_norm"] = norm
 
     def _norms(self, adapters: Adapters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """What ḡ averages: |g| over θ, float64 ()."""
+        """Return the norms that ḡ averages: |g| over θ, float64 ()."""
         return norm
 
-    # ------------------------------------------------------------------ figures and state
+    # ------------------------------------------------------------------ metrics and state
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step: `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm` |g| (unclipped),
-        `gradient_norm_average` ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps whose gradient was not
-        finite."""
+        """Return the metrics of the last step.
+
+        `perturbation_norm` |ε|, `momentum_norm` |m| after it, `gradient_norm` |g| (unclipped), `gradient_norm_average`
+        ḡ (MGPO), `momentum_updates`, and `momentum_skipped`: steps with a non-finite gradient.
+        """
         return self.figures().read()
 
     def figures(self) -> MetricTensors:
@@ -220,7 +221,7 @@ class MomentumRegularizer(Regularizer):
         }
 
     def _averages(self) -> dict[str, Tensor]:
-        """ḡ as it is saved, scalars by name."""
+        """Return ḡ as saved in the state, scalars by name."""
         return {f"{self._kind}.average": self._average.clone()} if isinstance(self.config, MGPO) else {}
 
     def _take_averages(self, state: Mapping[str, Tensor]) -> None:
@@ -248,11 +249,12 @@ class MomentumRegularizer(Regularizer):
 _log = logging.getLogger(__name__)
 
 _TINY = 1e-12
-"""e of the formulas; also the |D| under which the authors leave a layer alone."""
+"""e of the formulas; the authors also skip a layer if its |D| is below it."""
 
 
 class LayerMomentumRegularizer(MomentumRegularizer):
-    """See the module's text; made by `flatshift.regularizers.build(MGPO(form="code"))`."""
+    """LoRA-MGPO layer by layer (see the module docstring); created by
+    `flatshift.regularizers.build(MGPO(form="code"))`."""
 
     def __init__(self, config: MGPO) -> None:
         super().__init__(config)
@@ -260,9 +262,9 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         self._sign = config.sign or -1
         self._branches: list[NoiseBranch] = []
         self._parts: list[tuple[Tensor | slice, ...]] = []
-        """Which rows and columns of each layer this process has."""
+        """This process's rows and columns of each layer."""
         self._layers = 0
-        """Of the whole model, on whatever stages they are."""
+        """Number of layers in the whole model, over all pipeline stages."""
 
     def _prepare(self, model: nn.Module, adapters: Adapters) -> None:
         sites, others = find_lora_sites(model, self._placement)
@@ -308,7 +310,7 @@ class LayerMomentumRegularizer(MomentumRegularizer):
                 branch.remove()
 
     def _install(self, adapters: Adapters) -> None:
-        """Switch ε on in every layer. Without a wait for the device."""
+        """Install ε in every layer. Does not wait for the device."""
         values, momentum = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(self._momentum)
         products = [_product(branch.site, values, momentum) for branch in self._branches]
         norms = self._stacked([_norm(p, q) for p, q in products])
@@ -325,7 +327,7 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         self._figures["perturbation_norm"] = total.sqrt()
 
     def _norms(self, adapters: Adapters, gradients: Mapping[str, Tensor], norm: Tensor) -> Tensor:
-        """|s (g_B A + B g_A)|_F of every layer, float64 (layers,)."""
+        """Return |s (g_B A + B g_A)|_F of every layer, float64 (layers,)."""
         values, gradients = self._placement.full_tensors(adapters.values()), self._placement.full_tensors(gradients)
         return self._stacked([_norm(*_product(branch.site, values, gradients)) for branch in self._branches])
 
@@ -333,13 +335,13 @@ class LayerMomentumRegularizer(MomentumRegularizer):
         return torch.stack(scalars).to(self._average) if scalars else torch.zeros_like(self._average)
 
     def _mean_average(self) -> Tensor:
-        """Over the layers of all stages."""
+        """Return the mean of ḡ over the layers of all stages."""
         total = self._average.sum()
         self._placement.sum_pipeline(total)
         return total / self._layers
 
     def perturbations(self) -> dict[str, Tensor]:
-        """ε (m, n) of every layer, dense: for tests and instruments, inside a step only."""
+        """Return the dense ε (m, n) of every layer: for tests and diagnostics, inside a step only."""
         return {
             branch.site.name: branch.noise_out @ branch.noise_in.T
             for branch in self._branches
@@ -357,8 +359,8 @@ class LayerMomentumRegularizer(MomentumRegularizer):
 
 
 def _product(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """P (m, 2r) and Q (2r, n) whose product is the first-order change of sBA when the factors `values` move along
-    `along`; both whole, over all active adapters that are trained."""
+    """Return P (m, 2r) and Q (2r, n) whose product is the first-order change of sBA when the factors `values` move
+    along `along`; both in full, over all active adapters that are trained."""
     left, right = [], []
     for name in site.active():
         a, b = (f"{site.name}.lora_{side}.{name}.weight" for side in "AB")
@@ -366,7 +368,7 @@ def _product(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, T
             s = site.layer.scaling[name]
             left += [along[b] * s, values[b] * s]
             right += [values[a], along[a]]
-    if not left:  # switched off, or frozen
+    if not left:  # adapters disabled or frozen
         return torch.zeros(site.whole_rows, 1, device=site.device), torch.zeros(
             1, site.whole_columns, device=site.device
         )
@@ -374,6 +376,6 @@ def _product(site: LoraSite, values: Mapping[str, Tensor], along: Mapping[str, T
 
 
 def _norm(p: Tensor, q: Tensor) -> Tensor:
-    """|PQ|_F, float64 (); the terms of the sum may cancel."""
+    """Return |PQ|_F, float64 (); clamped at 0, as the terms of the sum may cancel."""
     p, q = p.double(), q.double()
     return ((p.T @ p) * (q @ q.T)).sum().clamp_min(0).sqrt()

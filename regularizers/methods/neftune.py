@@ -1,16 +1,16 @@
-"""NEFTune: uniform noise on the embedded input tokens of a training step. It finds no flat minima; for comparison.
+"""NEFTune: uniform noise on the embedded input tokens of a training step. Does not find flat minima; for comparison.
 
     x ← x + u α/√(T·D),   u uniform in [−1, 1],   x the output (B, T, D) of the input embedding
 
-T is the padded length of the micro-batch at hand, as in transformers' `neftune_noise_alpha` (the authors' first code
+T is the padded length of the current micro-batch, as in transformers' `neftune_noise_alpha` (the authors' first code
 counts each row's own tokens). In training mode only. An encoder-decoder gets the noise on its encoder's tokens: those
-of its decoder are the targets, shifted. (transformers puts its hook on the table that the two share, which T5 never
-calls.) Where the loop hands the model `inputs_embeds`, nothing is embedded and nothing is added.
+of its decoder are the targets, shifted. (transformers hooks the embedding table that the two share, which T5 never
+calls.) If the loop passes `inputs_embeds` to the model, nothing is embedded and no noise is added.
 
 u is a hash of (seed, optimizer step, micro-batch, row of the micro-batch over all ranks, position, dim), so that any
-split of the rows over ranks sees the same (up to the bound, where the ranks pad to different lengths). A loop that
-accumulates must call `micro(index)`, or all micro-batches of a step get the same noise; likewise all processes, if
-they are several and attach without a placement.
+split of the rows over ranks gives the same noise (up to the bound, if the ranks pad to different lengths). A loop that
+accumulates must call `on_micro_batch(index)`, or all micro-batches of a step get the same noise; so do all processes
+that attach without a placement.
 
 Source: Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, ICLR 2024 (arXiv 2310.05914), Alg. 1.
 """
@@ -45,7 +45,7 @@ _WRAPPERS = ("module", "_orig_mod")
 
 
 class NEFTuneRegularizer(Regularizer):
-    """See the module's text; made by `flatshift.regularizers.build(NEFTune(...))`."""
+    """NEFTune (see the module docstring); created by `flatshift.regularizers.build(NEFTune(...))`."""
 
     def __init__(self, config: NEFTune) -> None:
         demand_length("alpha", config.alpha)
@@ -66,7 +66,8 @@ class NEFTuneRegularizer(Regularizer):
         return self
 
     def _refuse_mesh(self, placement: Placement) -> None:
-        """Pipeline stages and context parallelism give a rank other rows or positions than it would know of."""
+        """Raise RegularizerError for pipeline stages and context parallelism, under which a rank cannot know its rows
+        or positions."""
         stages, tokens = torch.ones(1, device=placement.device), torch.ones(1, device=placement.device)
         placement.sum_pipeline(stages)
         placement.sum_data(tokens)
@@ -119,11 +120,11 @@ class NEFTuneRegularizer(Regularizer):
         return output + (noise * self._bound).view(output.shape).to(output.dtype)
 
     def metrics(self) -> dict[str, float]:
-        """`embedding_noise`: α/√(T·D) of the last micro-batch; 0 if none was perturbed."""
+        """Return `embedding_noise`: α/√(T·D) of the last micro-batch; 0 if none was perturbed."""
         return {"embedding_noise": self._bound}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The noise depends on seed and step alone."""
+        """Return the state; the noise depends on seed and step alone."""
         return {"neftune.seed": torch.tensor(self._seed), "neftune.step": torch.tensor(self._step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -135,7 +136,8 @@ class NEFTuneRegularizer(Regularizer):
 
 
 def input_embedding(model: nn.Module) -> nn.Module:
-    """The module that embeds the input tokens of a transformers model, wrapped or not; an encoder-decoder's encoder's.
+    """Return the module that embeds the input tokens of a transformers model, wrapped or not; for an encoder-decoder,
+    the encoder's.
 
     Raises RegularizerError if there is none.
     """
@@ -158,12 +160,12 @@ def input_embedding(model: nn.Module) -> nn.Module:
 
 
 def uniform(*, seed: int, step: int, micro: int, rows: Tensor, count: int) -> Tensor:
-    """Uniform in [−1, 1], float32 (len(rows), count), of global `rows` (int64) of a micro-batch.
+    """Return uniform noise in [−1, 1], float32 (len(rows), count), for global `rows` (int64) of a micro-batch.
 
     Each 64-bit word of the counter hash gives two numbers: its lower half, then its upper one.
     """
     keys = mix64(counters(rows) + (step_id(seed, step) ^ step_id(layer_uid("neftune"), micro)))
     counts = counters(torch.arange((count + 1) // 2, device=rows.device))
-    # Row by row: a word takes eight times the memory of the number it becomes, and the hash makes several copies.
+    # Row by row: the hash makes several int64 copies of the words.
     drawn = [sign_words(row, counts).view(torch.int32)[:count].float() for row in keys]
     return torch.stack(drawn).mul_(2.0**-31)

@@ -1,12 +1,12 @@
-"""The vectors of many layers in one piece: a step's signs, scales and sketches are a few operations in all.
+"""Batched per-row vectors of many layers: a step's signs, scales and sketches take a few operations in total.
 
-A bank holds the layers of one device and weight dtype. Rows of all its layers lie one after another, and so do
+`NoiseScales` holds the layers of one device and weight dtype. Rows of all its layers are concatenated, and so are
 columns; per-layer factors are views. A model with hundreds of layers costs the same handful of calls as one with six,
 and as few collectives on a mesh, whose processes may each have a part of the rows (`SiteRows`).
 
-Under tensor parallelism a layer's rows may be cut (column-parallel: each rank has some that no other has) or its
-columns (row-parallel: every rank has all rows, and what is summed along a row is a sum over the ranks too). All
-layers share one collective. In a single process nothing is communicated.
+Under tensor parallelism a layer's rows may be sharded (column-parallel: each rank has some that no other has) or its
+columns (row-parallel: every rank has all rows, and sums along a row are also sums over the ranks). All layers share one
+collective. In a single process nothing is communicated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flatshift.regularizers.methods.samples import SampleCounts, SampleSigns
 
 
 class SiteRows:
-    """The rows of `sites`, one layer after another; a vector over them is called (rows,)."""
+    """The rows of `sites`, one layer after another; a vector over them has shape (rows,)."""
 
     def __init__(self, sites: Sequence[LoraSite], placement: Placement, device: torch.device) -> None:
         self._sites = sites
@@ -37,7 +37,7 @@ class SiteRows:
         self.sizes = [site.rows for site in sites]
         self._chosen: dict[tuple[bool, ...], Tensor] = {}
         self.owner = self._spread(range(len(sites)), self.sizes)
-        """Which layer each row belongs to, (rows,)."""
+        """Layer index of each row, (rows,)."""
         self.whole_sizes = torch.tensor([site.whole_rows for site in sites], device=device)
         """Rows of each layer on all tensor-parallel ranks, (layers,)."""
         cut = [site.row_cut is not None for site in sites]
@@ -57,7 +57,7 @@ class SiteRows:
         self._summed = self._rows_of([site.column_cut is not None for site in sites])
 
     def means(self, *values: Tensor) -> list[Tensor]:
-        """Mean of each layer's rows on all ranks, (layers,), for each of `values` (rows,)."""
+        """Return the mean of each layer's rows on all ranks, (layers,), for each of `values` (rows,)."""
         means = [layer_means(each, self.sizes) for each in values]
         if self._cut_layers is not None:
             cut = self._cut_layers
@@ -68,7 +68,7 @@ class SiteRows:
         return means
 
     def totals(self, *values: Tensor) -> Tensor:
-        """Sum over all rows on all ranks, (len(values),), of each of `values` (rows,)."""
+        """Return the sum over all rows on all ranks, (len(values),), of each of `values` (rows,)."""
         if self._cut_layers is None:
             return torch.stack([each.sum() for each in values])
         sums = torch.stack([each[self._cut_rows].sum() for each in values])
@@ -76,15 +76,15 @@ class SiteRows:
         return sums + torch.stack([each[self._other_rows].sum() for each in values])
 
     def sum_columns(self, values: Tensor) -> None:
-        """Add up `values` (rows, ...) over the ranks that have the other columns of a row, in place."""
+        """Sum `values` (rows, ...) in place over the ranks that have the other columns of a row."""
         if self._summed is not None:
             part = values[self._summed]
             self._placement.sum_tensor(part)
             values[self._summed] = part
 
     def sum_parts(self, values: Tensor) -> None:
-        """Add up `values` (rows,) over all processes that hold something else of the same rows, in place: the other
-        columns, or another part of what FSDP2 shards."""
+        """Sum `values` (rows,) in place over all processes that hold other parts of the same rows: the other columns,
+        or another FSDP2 shard."""
         import torch.distributed as dist
 
         groups: dict[Any, list[bool]] = {}
@@ -100,7 +100,7 @@ class SiteRows:
         self.sum_columns(values)
 
     def whole(self, *values: Tensor) -> list[Sequence[Tensor]]:
-        """Each of `values` (rows,) as one vector over all rows of each layer, on every tensor-parallel rank."""
+        """Return each of `values` (rows,) as one vector over all rows of each layer, on every tensor-parallel rank."""
         if self._cut_layers is None:
             return [each.split(self.sizes) for each in values]
         lengths = [site.whole_rows for site in self._sites]
@@ -112,7 +112,7 @@ class SiteRows:
         return [each.split(lengths) for each in wholes]
 
     def take(self, wholes: Sequence[Tensor]) -> Tensor:
-        """The reverse of `whole` for one vector: the rows (rows,) of this process."""
+        """Return this process's rows (rows,) of one vector: the reverse of `whole`."""
         values = torch.cat(list(wholes))
         return values if self._cut_layers is None else values[self._place]
 
@@ -123,7 +123,8 @@ class SiteRows:
         return torch.tensor(chosen, device=self._device).nonzero()[:, 0]
 
     def _rows_of(self, layers: list[bool]) -> Tensor | None:
-        """Indices of the rows of the chosen layers, found on the host once; None if no layer is chosen."""
+        """Return the indices of the rows of the chosen layers, computed on the host once; None if no layer is
+        chosen."""
         if not any(layers):
             return None
         key = tuple(layers)
@@ -137,7 +138,7 @@ FIGURES = ("power", "gradient_power", "sigma_sum", "moved", "sketches", "skipped
 
 
 def placed(values: Sequence[bool], device: torch.device) -> Tensor:
-    """`values` on the device, which the host does not wait for."""
+    """Copy `values` to the device without making the host wait."""
     return torch.tensor(values).to(device, non_blocking=True)
 
 
@@ -163,7 +164,7 @@ class NoiseScales:
         self._factor_dtype = sites[0].dtype
         device = self.device
         per_layer: dict[str, Any] = {"device": device, "dtype": dtype}
-        # σ_i² n/σ² → entry of U: 1/√(n k)
+        # factor from σ_i² n/σ² to an entry of U: 1/√(n k)
         self._unit = torch.tensor(
             [(s.whole_columns * b.rank) ** -0.5 for s, b in zip(sites, branches, strict=True)], **per_layer
         )
@@ -200,8 +201,10 @@ class NoiseScales:
 
     @torch.no_grad()
     def refresh_norms(self) -> int:
-        """|W'_i|² of all rows from the weights as they are, or |w0_i|² in layers where the bound allows it; how many
-        layers took the product with W0. Collective on a mesh."""
+        """Recompute |W'_i|² of all rows from the current weights, or use |w0_i|² in layers where the bound allows it.
+
+        Returns the number of layers that computed the product with W0. Collective on a mesh.
+        """
         factors = [branch.site.factors() for branch in self.branches]
         flat = iter(gathered([factor for layer in factors for factor in layer]))
         whole = [[next(flat) for _ in layer] for layer in factors]
@@ -218,8 +221,8 @@ class NoiseScales:
         return sum(moved)
 
     def _beyond(self, factors: Sequence[Sequence[Tensor]]) -> tuple[Tensor, list[bool]]:
-        """|w0_i|² of all rows, and in which layers | |w'_i| − |w0_i| | ≤ |s b_i A| leaves more than the tolerance to
-        some row: the same answer on all ranks that have a part of the layer."""
+        """Return |w0_i|² of all rows, and the layers in which the bound | |w'_i| − |w0_i| | ≤ |s b_i A| exceeds the
+        tolerance for some row: the same answer on all ranks that have a part of the layer."""
         bounds = [branch.site.bound(layer) for branch, layer in zip(self.branches, factors, strict=True)]
         base, update = (torch.cat(parts).to(self.norms.dtype) for parts in zip(*bounds, strict=True))
         self.rows.sum_parts(base)
@@ -228,12 +231,12 @@ class NoiseScales:
         return base, (self.rows.means(beyond)[0] > 0).tolist()
 
     def rest(self) -> None:
-        """A step without noise: nothing to report."""
+        """Mark a step without noise: no metrics to report."""
         self._entry = self._shares = None
 
     @torch.no_grad()
     def guide(self, step: int) -> None:
-        """Bring the averaged gradient into the form that step `step` (a `signs.step_id`) shares power by. Collective
+        """Convert the averaged gradient to the form by which step `step` (a `signs.step_id`) shares power. Collective
         on a mesh."""
         v = debiased(self.ema, self.updates[self.rows.owner], self.config.ema)
         if self.config.control == "shuffled":
@@ -241,12 +244,12 @@ class NoiseScales:
         self._form = gradient_form(self.norms, v, self.config.mode)
 
     def totals(self) -> Tensor:
-        """Sums of |W'|² and of the gradient's form, after `guide`, over this bank's rows on all tensor-parallel ranks,
-        (2,). Collective on a mesh."""
+        """Return the sums of |W'|² and of the gradient's form, after `guide`, over these rows on all tensor-parallel
+        ranks, (2,). Collective on a mesh."""
         return self.rows.totals(self.norms, self._form)
 
     def _shuffled(self, v: Tensor, step: int) -> Tensor:
-        """`v` (rows,) with the rows of each layer in another order, the same on any mesh."""
+        """Return `v` (rows,) with the rows of each layer permuted, the same on any mesh."""
         whole = torch.cat(list(self.rows.whole(v)[0]))
         order = self._shuffle.words(step).argsort()
         order = order[self._whole_owner[order].argsort(stable=True)]
@@ -254,8 +257,10 @@ class NoiseScales:
 
     @torch.no_grad()
     def scale(self, sigma: float, model: Tensor | None) -> None:
-        """Share the power of the noise among the rows, after `guide`. `model`: its sums over all layers, (2,), if they
-        are to be balanced together; None: layer by layer."""
+        """Share the power of the noise among the rows, after `guide`.
+
+        model: the sums over all layers, (2,), to balance them together; None: layer by layer.
+        """
         config, owner = self.config, self.rows.owner
         if config.mode == "paper":
             level = torch.zeros_like(self.norms)
@@ -269,8 +274,11 @@ class NoiseScales:
 
     @torch.no_grad()
     def install(self, step: int, *, sketches: bool) -> None:
-        """Switch the perturbation on in every layer, after `scale`: the noise of step `step` (a `signs.step_id`), which
-        with other scopes than `step` waits for `micro`, and probe columns in a step that `sketches`."""
+        """Install the perturbation in every layer, after `scale`.
+
+        step: a `signs.step_id`, whose noise is used; with scopes other than `step` the noise waits for `micro`.
+        sketches: add probe columns.
+        """
         scope, layers = self.config.scope, len(self.branches)
         if scope != "microbatch":
             self._factors = self._draw(step)
@@ -283,7 +291,7 @@ class NoiseScales:
 
     @torch.no_grad()
     def micro(self, key: int) -> None:
-        """The micro-batch `key` (a `signs.micro_id`) comes next: another noise, or other signs for its samples."""
+        """Set the noise, or its samples' signs, for the next micro-batch `key` (a `signs.micro_id`)."""
         if self._samples is None:
             self._factors = self._draw(key)
         else:
@@ -292,7 +300,7 @@ class NoiseScales:
             branch.redraw(*factors)
 
     def _draw(self, key: int) -> list[tuple[Tensor, Tensor]]:
-        """S_V and U of every layer."""
+        """Return S_V and U of every layer."""
         assert self._entry is not None
         rows, dtype = sum(self.rows.sizes), self._factor_dtype
         words = self._noise.words(key)
@@ -303,8 +311,11 @@ class NoiseScales:
 
     @torch.no_grad()
     def sketch(self, loss_scale: float) -> tuple[Tensor, Tensor]:
-        """q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,). The gradient
-        is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all layers."""
+        """Return q_i = |(∂L/∂U_P)_i|²/k_p (rows,) of this step, and which layers got a gradient, bool (layers,).
+
+        The gradient is divided by `loss_scale` and, on a mesh, summed before it is squared: two collectives for all
+        layers.
+        """
         grads = [branch.probe.grad for branch in self.branches]
         took_part = placed([grad is not None for grad in grads], self.device)
         filled = [branch.probe if grad is None else grad for branch, grad in zip(self.branches, grads, strict=True)]
@@ -319,7 +330,7 @@ class NoiseScales:
 
     @torch.no_grad()
     def learn(self, q: Tensor, took_part: Tensor, finite: Tensor) -> None:
-        """Average a `sketch` in, unless it is not `finite` (bool, ()); layers without a gradient are passed over."""
+        """Average a `sketch` in, unless it is not `finite` (bool, ()); layers without a gradient are skipped."""
         learns = took_part & finite
         decay = self.config.ema
         self.ema = torch.where(learns[self.rows.owner], decay * self.ema + (1 - decay) * q, self.ema)
@@ -327,15 +338,17 @@ class NoiseScales:
         self.skipped = self.skipped + (took_part & ~finite)
 
     def restore(self) -> None:
-        """Switch the noise off everywhere and forget the sketch's gradients."""
+        """Remove the noise everywhere and drop the sketch's gradients."""
         for branch in self.branches:
             branch.remove()
             branch.probe.grad = None
         self._factors = []
 
     def figures(self) -> Tensor:
-        """Sums over layers from which the regularizer makes its metrics, of the last perturbed step: `FIGURES`,
-        float64. No wait for the device. Collective on a mesh."""
+        """Return sums over layers for the regularizer's metrics of the last perturbed step: `FIGURES`, float64.
+
+        Does not wait for the device. Collective on a mesh.
+        """
         zero = torch.zeros((), device=self.device, dtype=self.ema.dtype)
         sums = [zero] * 4
         if self._shares is not None and self._entry is not None:
@@ -343,7 +356,8 @@ class NoiseScales:
             sigma = self._entry * self._root_rank[owner]
             row_power = sigma.square() * self._layer_widths[owner]
             gradient_power = row_power * gradient / total.clamp_min(torch.finfo(total.dtype).tiny)
-            # Total variation between the guided sharing of a layer's (or the model's) power and that by weights alone.
+            # Total variation between the guided distribution of a layer's (or the model's) power and that by weights
+            # alone.
             if self._model is None:
                 powers = [(mean * self.rows.whole_sizes)[owner] for mean in self.rows.means(total, self.norms)]
             else:
@@ -355,14 +369,14 @@ class NoiseScales:
         return torch.stack([*sums, *counts]).double()
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The names and shapes of `state`."""
+        """Return the names and shapes of `state`."""
         sites = [branch.site for branch in self.branches]
         per_row = {f"{s.name}.{what}": (s.whole_rows,) for s in sites for what in ("norms", "ema")}
         return per_row | {f"{s.name}.{what}": () for s in sites for what in ("updates", "skipped")}
 
     def state(self) -> dict[str, Tensor]:
-        """Copies per layer, so that the state does not depend on how layers are banked, with all rows of a layer, so
-        that it does not depend on how they are cut. Collective on a mesh."""
+        """Return copies per layer with all rows of each layer, so that the state does not depend on how layers are
+        grouped or sharded. Collective on a mesh."""
         norms, ema = self.rows.whole(self.norms, self.ema)
         whole: dict[str, Sequence[Tensor] | Tensor] = {
             "norms": norms,
@@ -377,7 +391,7 @@ class NoiseScales:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """The reverse of `state`."""
+        """Load a `state`."""
 
         def layers(what: str, like: Tensor) -> list[Tensor]:
             return [state[f"{branch.site.name}.{what}"].to(like).reshape(-1) for branch in self.branches]

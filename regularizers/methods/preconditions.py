@@ -1,6 +1,5 @@
-"""What several regularizers refuse in the same words: a setting without a meaning, misuse of a step, a foreign state, a
-layer that serves another one (kept here, so that the model carries no mark).
-"""
+"""Checks shared by several regularizers: invalid settings, misuse of a step, a foreign state, and a layer already
+hooked by another regularizer (recorded here, so that the model itself stays unmarked)."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ _SERVED: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDicti
 
 
 def mark_hooked(layers: Mapping[str, Any], owner: object) -> None:
-    """Take `layers` (modules by name) for the regularizer `owner`, all or none.
+    """Record that `layers` (modules by name) are hooked by the regularizer `owner`, all or none.
 
-    Raises RegularizerError if one of them serves another regularizer that is still attached.
+    Raises RegularizerError if one of them is hooked by another regularizer that is still attached.
     """
     for name, layer in layers.items():
         held = _SERVED.get(layer)
@@ -35,7 +34,7 @@ def mark_hooked(layers: Mapping[str, Any], owner: object) -> None:
 
 
 def release(owner: object) -> None:
-    """Let go of all layers of `owner`; harmless if it has none."""
+    """Release all layers of `owner`; no-op if it has none."""
     for layer in [layer for layer, held in _SERVED.items() if held() is owner]:
         del _SERVED[layer]
 
@@ -44,18 +43,18 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 def require(holds: bool, key: str, value: object, wanted: str) -> None:
-    """Raises RegularizerError naming the setting `key` unless it `holds` what is `wanted`."""
+    """Raise RegularizerError naming the setting `key` unless it `holds` what is `wanted`."""
     if not holds:
         raise RegularizerError(f"regularizer.{key}: {value} is not {wanted}")
 
 
 def demand_length(key: str, value: float) -> None:
-    """A finite number ≥ 0."""
+    """Raise RegularizerError unless `value` is a finite number ≥ 0."""
     require(math.isfinite(value) and value >= 0, key, value, "a number ≥ 0")
 
 
 def refuse_reentry(kind: str, t: int, *, attached: bool, inside: bool) -> None:
-    """Raises RegularizerError for a step before `attach` or inside another step."""
+    """Raise RegularizerError for a step before `attach` or inside another step."""
     if not attached:
         raise RegularizerError(f"{kind} is not attached to a model; call attach(model, seed=..., total_steps=...)")
     if inside:
@@ -63,13 +62,13 @@ def refuse_reentry(kind: str, t: int, *, attached: bool, inside: bool) -> None:
 
 
 def refuse_second_attach(attached: bool) -> None:
-    """Raises RegularizerError if the regularizer is attached."""
+    """Raise RegularizerError if the regularizer is attached."""
     if attached:
         raise RegularizerError("this regularizer is attached already; call detach() before attaching it again")
 
 
 def lora_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every LoRA layer of `model` (embeddings included) by canonical name."""
+    """Return every LoRA layer of `model` (embeddings included) by canonical name."""
     return {canonical_name(name): module for name, module in model.named_modules() if is_lora(module)}
 
 
@@ -82,10 +81,10 @@ def check_state(
     whole: bool,
     seed_name: str | None = None,
 ) -> None:
-    """Raises RegularizerError unless `state` has the names and shapes of `expected` and was drawn from `seed`.
+    """Raise RegularizerError unless `state` has the names and shapes of `expected` and was drawn from `seed`.
 
-    `whole`: this process has the whole model; a pipeline's stage finds the other stages' tensors too. The seed is the
-    entry `seed_name`, by default `<kind>.seed`.
+    whole: this process has the whole model; otherwise other pipeline stages' tensors in `state` are allowed. The seed
+    is the entry `seed_name`, by default `<kind>.seed`.
     """
     different = set(expected) ^ set(state) if whole else set(expected) - set(state)
     if different:

@@ -3,14 +3,13 @@
     ε = ρ g/|g|            SAM (Foret et al., ICLR 2021, arXiv 2010.01412, eq. 2), g = ∂L/∂w at w
     ε = ρ T² g/|T g|       ASAM (Kwon et al., ICML 2021, arXiv 2102.11600, eq. 8), T = |w| + η
 
-and the update takes the gradient at w + ε. Norms are over all of w: all layers, and all processes of a mesh.
-
+and the optimizer uses the gradient at w + ε. Norms are over all of w: all layers, and all processes of a mesh.
 LoRA-SAM, w = θ = all A and B: in the merged weight it moves by about c [BBᵀG + GAᵀA], so while B is small almost only
 inside the row space of A (Bi-LoRA, arXiv 2508.19564, §3). SAM over the merged weights W' has no such restriction and
 costs a dense gradient: see `WeightSAM`. Unlike the published code (davda54/sam) neither needs a closure, nor breaks
 accumulation or loss scaling.
 
-The frame (`TwoPass`): a first pass at the weights, a second one above them.
+`TwoPass` is the shared frame: a first pass at the weights, a second one at the perturbed weights.
 
     with regularizer.step(t) as passes:
         for _ in passes:                  # 0: gradients at the weights; 1: gradients at the perturbed weights
@@ -18,10 +17,10 @@ The frame (`TwoPass`): a first pass at the weights, a second one above them.
                 loss(model, micro).backward()
     clip(); optimizer.step()
 
-Between the passes the first one's gradients are read and taken away, so `.grad` ends as the second one's alone: no
-closure, and whatever scales, clips or unscales gradients does it once, after the step, as for plain training. A pass
-is all micro-batches of the step, so accumulation is right by construction. Dropout should draw alike in both passes,
-that they judge the same function: our loop and `TwoPassMixin` see to it.
+Between the passes the first one's gradients are read and removed, so `.grad` ends as the second one's alone: no
+closure, and whatever scales, clips or unscales gradients does it once, after the step, as for plain training. A pass is
+all micro-batches of the step, so accumulation is right by construction. Dropout should use the same masks in both
+passes, so that they evaluate the same function: our loop and `TwoPassMixin` ensure this.
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ if TYPE_CHECKING:
 
 
 _VANISHING = 1e-30
-"""A gradient norm below is none at all: ρ divided by it has no float32."""
+"""Gradient norms below this count as zero: ρ divided by them overflows float32."""
 
 
 class TwoPass(Regularizer):
-    """Counts passes, keeps the figures and the state; subclasses say how the weights are perturbed."""
+    """Base class that counts passes, keeps metrics and state; subclasses define the perturbation."""
 
     passes = 2
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        """As in `regularizer.kind`; names the state's tensors."""
+        """Name in `regularizer.kind`; prefix of the state's tensors."""
         self._theta: Adapters | None = None
         self._model: nn.Module | None = None
         self._inside = False
@@ -78,7 +77,7 @@ class TwoPass(Regularizer):
         self._figures: dict[str, Tensor] = {}
 
     def _take(self, model: nn.Module, theta: Adapters, layers: Mapping[str, nn.Module]) -> None:
-        """The end of `attach`: claim the `layers` by name and begin to count."""
+        """Finish `attach`: mark the `layers` as hooked and reset the counters."""
         mark_hooked(layers, self)
         self._theta, self._model = theta, model
         self._step, self._figures = 0, {}
@@ -86,15 +85,15 @@ class TwoPass(Regularizer):
 
     @abstractmethod
     def _begin(self, stack: ExitStack) -> None:
-        """Before the first pass; what `stack` holds is undone when the step is left."""
+        """Prepare the first pass; callbacks on `stack` are undone when the step is left."""
 
     @abstractmethod
     def _climb(self, stack: ExitStack, loss_scale: float) -> dict[str, Tensor]:
-        """Between the passes: read the gradients, perturb until `stack` is closed; returns what `metrics` is to show.
-        They are taken away after it."""
+        """Between the passes: read the gradients and perturb until `stack` is closed; return metrics. The gradients are
+        removed afterwards."""
 
     def _gradient_norm(self, loss_scale: float) -> Tensor:
-        """|∂L/∂θ| of the gradients as they are, float64 (). Collective."""
+        """Return |∂L/∂θ| of the current gradients, float64 (). Collective."""
         assert self._theta is not None
         found = {
             name: torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
@@ -132,17 +131,22 @@ class TwoPass(Regularizer):
             yield index
 
     def _factor(self, rho: float, norm: Tensor) -> tuple[Tensor, Tensor]:
-        """ρ/`norm`, and whether it has a value, bool (); counts the steps where it has none, which stay unperturbed
-        because their first gradient is zero or not finite. No wait for the device."""
+        """Return ρ/`norm`, and whether it is usable, bool ().
+
+        Counts the unusable steps, which stay unperturbed because their first gradient is zero or not finite. Does not
+        wait for the device.
+        """
         usable = norm.isfinite() & (norm > _VANISHING)
         self._unperturbed = self._unperturbed.to(norm.device) + ~usable
         return rho / norm, usable
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step, before clipping and without the loss scale: `gradient_norm` |∂L/∂θ| at the weights,
-        `perturbed_gradient_norm` at the perturbed ones, `perturbation_norm` |ε|, and for SAM over the weights
-        `weight_gradient_norm` |∂L/∂W'|; `unperturbed_steps`: how many so far had a first gradient that was zero or
-        not finite, and trained with ε = 0."""
+        """Return the metrics of the last step, before clipping and without the loss scale.
+
+        `gradient_norm` |∂L/∂θ| at the weights, `perturbed_gradient_norm` at the perturbed ones, `perturbation_norm`
+        |ε|, and for SAM over the weights `weight_gradient_norm` |∂L/∂W'|; `unperturbed_steps`: number of steps so far
+        whose first gradient was zero or not finite, and which trained with ε = 0.
+        """
         return self.figures().read()
 
     def figures(self) -> MetricTensors:
@@ -154,7 +158,7 @@ class TwoPass(Regularizer):
         return {f"{self._kind}.step": torch.tensor(self._step), f"{self._kind}.unperturbed": self._unperturbed}
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Counters; the method has no other memory, and draws nothing."""
+        """Return the counters; the method has no other memory, and draws nothing."""
         return {name: value.clone() for name, value in self._names().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -176,8 +180,8 @@ class TwoPass(Regularizer):
 class AdapterSAM(TwoPass):
     """LoRA-SAM and ASAM: the second pass is at θ + ε, θ the adapter's factors (and their biases, if they have any).
 
-    θ is put back bit for bit when the step is left. Costs a second forward and backward, a copy of θ and two vectors
-    of its size in float32. Any mesh; the backbone may be quantised.
+    θ is restored bit for bit when the step is left. Costs a second forward and backward, a copy of θ and two vectors of
+    its size in float32. Works on any mesh; the backbone may be quantised.
     """
 
     def __init__(self, config: LoraSAM | ASAM) -> None:
@@ -211,14 +215,14 @@ class AdapterSAM(TwoPass):
         return {"gradient_norm": norm, "perturbation_norm": theta.squared_norm(move).sqrt()}
 
     def _size(self, name: str, value: Tensor) -> Tensor:
-        """T of one factor; a bias is not rescaled, as in the authors' code."""
+        """Return T of one factor; a bias is not rescaled, as in the authors' code."""
         assert isinstance(self.config, ASAM)
         wide = value.to(torch.promote_types(value.dtype, torch.float32))
         return torch.ones_like(wide) if name.endswith(".bias") else wide.abs().add_(self.config.eta)
 
 
 class _Collect(torch.autograd.Function):
-    """The identity on y (..., m); its backward adds ∂L/∂W' = dYᵀX to `total` (m, n), from x (..., n)."""
+    """Identity on y (..., m); its backward adds ∂L/∂W' = dYᵀX to `total` (m, n), from x (..., n)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, x: Tensor, total: Tensor) -> Tensor:
@@ -247,12 +251,12 @@ def _shifted(epsilon: Tensor, y: Tensor, x: Tensor) -> Tensor:
 class WeightSAM(TwoPass):
     """SAM over the adapted weight matrices: ε = ρ G/|G|, G = ∂L/∂W' of every adapted linear layer, |G| over all.
 
-    The first pass gathers G = Σ dYᵀX beside the layers' own backward, the second adds x εᵀ to their outputs. W0 is
-    neither written nor made to require gradients. With LoRA dropout, W' is what the undropped input meets.
+    The first pass accumulates G = Σ dYᵀX during the layers' own backward, the second adds x εᵀ to their outputs. W0 is
+    neither written nor made to require gradients. With LoRA dropout, W' multiplies the undropped input.
 
-    Memory: one dense float32 matrix per adapted layer, 4 bytes for each adapted weight (26 GB for all linear layers
-    of a 7 B model: twice its bf16 weights); G is turned into ε in place. Time: in the first pass one more matrix
-    product per layer, as full fine-tuning has, in the second two. Every process of `mesh.replicate` holds it whole.
+    Memory: one dense float32 matrix per adapted layer, 4 bytes for each adapted weight (26 GB for all linear layers of
+    a 7 B model: twice its bf16 weights); G is turned into ε in place. Time: in the first pass one more matrix product
+    per layer, as full fine-tuning has, in the second two. Every process of `mesh.replicate` holds all of it.
     """
 
     def __init__(self, config: SAM) -> None:
@@ -295,12 +299,13 @@ class WeightSAM(TwoPass):
         for gradient in self._dense:
             placement.sum_data(gradient)
             gradient /= placement.gradient_scale * loss_scale
-            # Norms of rows first: a float32 sum over a whole large matrix loses digits.
+            # Row norms first: a float32 sum over a whole large matrix loses digits.
             squares += torch.linalg.vector_norm(gradient, dim=1).double().square().sum().to(squares.device)
         norm = squares.sqrt()
         factor, usable = self._factor(self.config.rho, norm)
         for term, gradient in zip(self._terms, self._dense, strict=True):
             gradient *= factor.to(gradient)
+            # Not a product with 0: the factor may be infinite or NaN.
             gradient.masked_fill_(~usable.to(gradient.device), 0.0)
             term.remove()
             term.install(partial(_shifted, gradient))

@@ -1,8 +1,8 @@
-"""A noise for every sample of a batch: signs c_b of its own in rank space, ε_b = U diag(c_b) S_V.
+"""Separate noise for every sample of a batch: signs c_b in rank space, ε_b = U diag(c_b) S_V.
 
-c_b is keyed by (seed, step, micro-batch, layer, *global* row of the micro-batch), so that it does not matter over how
-many processes the rows are spread. What is averaged over samples is the gradient noise within a step; U and S_V are
-the step's, so the spread of single draws of the loss stays about that of one noise for all.
+c_b is keyed by (seed, step, micro-batch, layer, *global* row of the micro-batch), so that the number of processes over
+which the rows are spread does not matter. This averages the gradient noise within a step; U and S_V are the step's, so
+the spread of single draws of the loss stays about that of one noise for all.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _MAIN_INPUTS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 
 class SampleCounts:
-    """How many samples this process has in the micro-batch at hand: the first dim of the model's input, or of the
-    first layer's where the model itself is not called."""
+    """Number of samples of this process in the current micro-batch: the first dim of the model's input, or of the first
+    layer's if the model itself is not called."""
 
     def __init__(self) -> None:
         self._sizes: set[int] = set()
 
     def forget(self) -> None:
-        """Another micro-batch."""
+        """Reset for another micro-batch."""
         self._sizes.clear()
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Read the sizes off the calls of `model`."""
+        """Read the batch sizes from the calls of `model`."""
 
         def read(_: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             main = [kwargs.get(name) for name in _MAIN_INPUTS]
@@ -49,7 +49,7 @@ class SampleCounts:
             self.forget()
 
     def check(self, x: Tensor, layer: str) -> None:
-        """Raises RegularizerError unless the first dim of the `layer`'s input x are the samples."""
+        """Raise RegularizerError unless the first dim of the `layer`'s input x is the samples."""
         if not self._sizes:
             self._sizes.add(len(x))
         if x.ndim < 2 or len(x) not in self._sizes:
@@ -61,13 +61,13 @@ class SampleCounts:
 
 
 class SampleSigns:
-    """c_b of the layers of one bank, drawn for all of them when the first one asks."""
+    """Signs c_b of the layers of one `NoiseScales`, drawn for all of them at the first request."""
 
     def __init__(
         self, names: Sequence[str], columns: Sequence[int], batches: SampleCounts, share: tuple[int, int], like: Tensor
     ) -> None:
-        """`columns`: k of each layer; `share`: (i, n), this process has the i-th of n runs of the rows; `like`: has
-        the signs' device and dtype."""
+        """columns: k of each layer. share: (i, n), this process has the i-th of n blocks of the rows. like: has the
+        signs' device and dtype."""
         self._names, self._columns, self._batches, self._part = names, columns, batches, share[0]
         self._streams = torch.tensor([stream_id(name, "sample") for name in names], device=like.device)
         self._device, self._dtype = like.device, like.dtype
@@ -75,12 +75,14 @@ class SampleSigns:
         self._drawn: dict[int, Tensor] = {}
 
     def micro(self, key: int) -> None:
-        """The next forward passes are of the micro-batch `key` (`signs.micro_id`)."""
+        """Set the micro-batch `key` (`signs.micro_id`) of the next forward passes."""
         self._key, self._drawn = key, {}
 
     def of(self, layer: int) -> Callable[[Tensor], Tensor]:
-        """What gives c (samples, k) for the input of the layer of this number. `torch.compile` leaves it out of its
-        graphs: it asks for the batch, and its key is another one in every micro-batch."""
+        """Return the function that gives c (samples, k) for the input of layer number `layer`.
+
+        Excluded from the graphs of `torch.compile`: it reads the batch, and its key changes with every micro-batch.
+        """
 
         def signs(x: Tensor) -> Tensor:
             self._batches.check(x, self._names[layer])
@@ -90,7 +92,7 @@ class SampleSigns:
         return left_out
 
     def _draw(self, samples: int) -> Tensor:
-        """(layers, samples, largest k)."""
+        """Return the signs (layers, samples, largest k)."""
         if samples not in self._drawn:
             assert self._key is not None
             rows = counters(torch.arange(samples, device=self._device) + self._part * samples)

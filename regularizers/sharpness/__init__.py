@@ -1,14 +1,14 @@
-"""How sharp is the minimum that an adapter lies in: named measures in two spaces, by ordinary passes only.
+"""Sharpness of the minimum found by an adapter: named measures in two spaces, by ordinary passes only.
 
     from flatshift.regularizers.sharpness import Sharpness, measure
 
     found = measure(peft_model, loss, Sharpness(spaces=("adapter",)), seed=0)
     found.measures["adapter"]["lambda_max"].value
 
-`loss` is a callable without arguments that gives the loss over fixed batches: a scalar tensor, or an iterable of terms
-(one per micro-batch, made one at a time) whose sum it is. It is called with the model in evaluation mode, and must give
-the same value whenever it is called at the same weights. Nothing here takes a second derivative by autograd, writes a
-frozen weight or leaves a gradient behind: curvature comes from central differences of gradients,
+`loss` is a callable without arguments that returns the loss over fixed batches: a scalar tensor, or an iterable of
+terms (one per micro-batch, computed one at a time) to be summed. It is called with the model in evaluation mode, and
+must be deterministic at the same weights. Nothing here takes a second derivative by autograd, writes a frozen weight or
+leaves a gradient behind: curvature comes from central differences of gradients,
 
     H v ≈ (g(w + h v) − g(w − h v)) / 2h,
 
@@ -58,7 +58,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # all but the settings bring torch
+    if name in __all__:  # all but the settings import torch
         for home in ("spaces", "measures", "measured"):
             module = import_module(f"flatshift.regularizers.sharpness.{home}")
             if hasattr(module, name):

@@ -1,4 +1,4 @@
-"""All measures of one model at once: `measure(model, loss, Sharpness(...), seed=0)`."""
+"""All sharpness measures of one model at once: `measure(model, loss, Sharpness(...), seed=0)`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _SPACES: dict[str, type[AdapterSpace] | type[FullSpace]] = {"adapter": AdapterSp
 
 @dataclass(frozen=True)
 class SharpnessResult:
-    """What was found, by space.
+    """Results of `measure`, by space.
 
     Measures: `lambda_max`, `lambda_min` (interval: ± residual), `trace` and `rise_sigma_S` (interval over draws),
-    `sam_rho_R` (one step) and `sam_rho_R_steps_K` (both from below, no interval).
+    `sam_rho_R` (one step) and `sam_rho_R_steps_K` (both lower bounds, no interval).
     """
 
     loss: float
@@ -48,7 +48,8 @@ class SharpnessResult:
     products), `seconds`."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for a JSON file: {loss, measures: {space: {measure: {value, low, high, n}}}, slices, about}."""
+        """Return plain values for a JSON file: {loss, measures: {space: {measure: {value, low, high, n}}}, slices,
+        about}."""
         slices: dict[str, dict[str, Any]] = {}
         for name, found in (("line", self.lines), ("plane", self.planes)):
             for space, each in found.items():
@@ -77,13 +78,14 @@ def measure(
     seed: int = 0,
     progress: Callable[[int, str], None] = lambda passes, what: None,
 ) -> SharpnessResult:
-    """Measure the neighbourhood of a PEFT model's weights, in evaluation mode; nothing of the model is changed.
+    """Measure the neighbourhood of a PEFT model's weights, in evaluation mode; the model is not changed.
 
     Args:
         loss: the loss over fixed batches (`flatshift.regularizers.sharpness.spaces.Loss`).
         seed: of every random direction. The same seed gives models of one architecture the same directions, up to the
             lengths of their rows.
-        progress: told of every evaluation: how many passes are done, of at most `settings.passes()`, and for what.
+        progress: called for every evaluation with the number of passes done, of at most `settings.passes()`, and its
+            purpose.
 
     Raises:
         RegularizerError: the model has no LoRA layer to measure, is merged or sharded; the loss is not finite, or not

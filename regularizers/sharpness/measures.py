@@ -5,12 +5,12 @@ Curvature comes from central differences of gradients: λ_max by Lanczos or powe
     H v = |v| · (g(w + h u) − g(w − h u)) / 2h + O(h²),   u = v/|v|
 
 A product is two ordinary passes. h is a compromise: truncation grows with h², rounding with 1/h. `Hessian.calibrated`
-begins at |w|·ε^⅓ (ε: the spacing of numbers) and climbs up or down a ladder of lengths as long as the products at h and
+begins at |w|·ε^⅓ (ε: the spacing of numbers) and moves up or down a ladder of lengths as long as the products at h and
 4h agree better than before (models that compute some of their layers in a lower precision need longer steps). The
 disagreement at h and 2h, the Richardson check, is reported as `error`.
 
-The loss rises around w in the mean over random noise, and at the worst in a ball. Slices are one- or two-dimensional,
-along filter-normalised random directions (Li et al., 1712.09913).
+The rise of the loss around w is measured as a mean over random noise, and as a maximum in a ball. Slices are one- or
+two-dimensional, along filter-normalised random directions (Li et al., 1712.09913).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from flatshift.regularizers.sharpness.spaces import LossFunction, Space, dot, no
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measure: its value, an interval where there is something random (or unfinished) about it, and of how many."""
+    """A measure: its value, an interval if it is random (or not converged), and the number of draws."""
 
     value: float
     low: float | None
     high: float | None
     n: int
-    """Draws that were averaged; for what is iterated, the number of iterations."""
+    """Draws that were averaged; for iterative measures, the number of iterations."""
 
     @classmethod
     def exact(cls, value: float, n: int = 1) -> Estimate:
-        """A value without an interval."""
+        """Return a value without an interval."""
         return cls(value, None, None, n)
 
     @classmethod
     def mean(cls, draws: Sequence[float], confidence: float) -> Estimate:
-        """The mean of independent draws with Student's interval; none below two draws."""
+        """Return the mean of independent draws with Student's interval; no interval below two draws."""
         n = len(draws)
         value = math.fsum(draws) / n
         if n < 2 or not math.isfinite(value):
@@ -54,7 +54,7 @@ class Estimate:
         return cls(value, value - half, value + half, n)
 
     def as_dict(self) -> dict[str, float | int | None]:
-        """{value, low, high, n}, as in eval.json; a number that is not finite becomes None."""
+        """Return {value, low, high, n}, as in eval.json; a number that is not finite becomes None."""
 
         def number(value: float | None) -> float | None:
             return value if value is not None and math.isfinite(value) else None
@@ -63,28 +63,28 @@ class Estimate:
 
 
 def standard_error(draws: Sequence[float]) -> float:
-    """Of the mean of at least two independent draws."""
+    """Return the standard error of the mean of at least two independent draws."""
     n = len(draws)
     mean = math.fsum(draws) / n
     return math.sqrt(math.fsum((draw - mean) ** 2 for draw in draws) / (n - 1) / n)
 
 
 Product = Callable[[Tensor], Tensor]
-"""A linear map (N,) → (N,); it must not change what it is given."""
+"""A linear map (N,) → (N,); it must not modify its argument."""
 
 
 class Hessian:
-    """The Hessian of `objective` in `space` at the weights as they are, as a linear map (N,) → (N,)."""
+    """Hessian of `objective` in `space` at the current weights, as a linear map (N,) → (N,)."""
 
     def __init__(self, space: Space, objective: LossFunction, length: float) -> None:
-        """length: h, how far the weights are moved for a difference, in the norm of the space."""
+        """length: h, the distance by which the weights are moved for a difference, in the norm of the space."""
         self.space, self.objective, self.length = space, objective, length
         self.error = float("nan")
-        """Largest relative disagreement of products at h and 2h that was seen; NaN before a `check`."""
+        """Largest relative disagreement seen between products at h and 2h; NaN before a `check`."""
 
     @classmethod
     def calibrated(cls, space: Space, objective: LossFunction, start: Tensor) -> Hessian:
-        """The map with the best step length for directions like H·`start`, `start` (N,) being any vector."""
+        """Return the map with the best step length for directions like H·`start`, `start` (N,) being any vector."""
         middle = (space.weight_norm or 1.0) * space.resolution ** (1 / 3)
         direction = cls(space, objective, middle)(start)
         if norm(direction) == 0:
@@ -93,7 +93,7 @@ class Hessian:
         tried = 0
 
         def disagreement(rung: int) -> float:
-            """Of the products at this rung and the next longer one."""
+            """Compare the products at this rung and the next longer one."""
             nonlocal tried
             for each in {rung, rung + 1} - set(products):
                 tried += 1
@@ -113,7 +113,7 @@ class Hessian:
         return found
 
     def __call__(self, v: Tensor) -> Tensor:
-        """H v (N,), by two gradients."""
+        """Return H v (N,), by two gradients."""
         length = norm(v)
         if length == 0:
             return torch.zeros_like(v)
@@ -123,8 +123,10 @@ class Hessian:
         return ahead.sub_(behind).mul_(length / (2 * self.length))
 
     def check(self, v: Tensor) -> float:
-        """The relative disagreement of H v (N,) with the product at twice the step length, a third of which is due to
-        the truncation of H v itself; kept in `error` if it is the largest so far. Four gradients."""
+        """Return the relative disagreement of H v (N,) with the product at twice the step length; four gradients.
+
+        A third of it is due to the truncation of H v itself. Stored in `error` if it is the largest so far.
+        """
         apart = _apart(self(v), Hessian(self.space, self.objective, 2 * self.length)(v))
         self.error = apart if not self.error >= apart else self.error
         return apart
@@ -136,8 +138,11 @@ def _apart(product: Tensor, other: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """What Lanczos found: the ends of the spectrum. `Estimate.n` are products; the interval is ± the residual |H v − λ
-    v|, within which there surely is an eigenvalue of the map as computed."""
+    """Ends of the spectrum found by Lanczos.
+
+    `Estimate.n` is the number of products; the interval is ± the residual |H v − λ v|, which is certain to contain an
+    eigenvalue of the map as computed.
+    """
 
     largest: Estimate
     smallest: Estimate
@@ -146,12 +151,12 @@ class Spectrum:
 
 
 def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> Spectrum:
-    """Largest and smallest eigenvalue of a symmetric map by Lanczos with full reorthogonalisation.
+    """Compute the largest and smallest eigenvalue of a symmetric map by Lanczos with full reorthogonalisation.
 
     Args:
-        start: any vector (N,) that is not orthogonal to the eigenvectors looked for.
-        steps: most products; `steps` vectors of the space are kept.
-        tolerance: ends when the residual of the largest eigenvalue is below this part of its size.
+        start: any vector (N,) that is not orthogonal to the eigenvectors of interest.
+        steps: maximum number of products; `steps` vectors of the space are stored.
+        tolerance: stop when the residual of the largest eigenvalue is below this fraction of its size.
     """
     basis = [start / norm(start)]
     diagonal: list[float] = []
@@ -186,8 +191,10 @@ def lanczos(product: Product, start: Tensor, *, steps: int, tolerance: float = 1
 
 
 def power_iteration(product: Product, start: Tensor, *, steps: int, tolerance: float = 1e-3) -> tuple[Estimate, Tensor]:
-    """The eigenvalue of largest size (it may be negative) and its unit vector: the simple check of `lanczos`, keeping
-    two vectors instead of one per step."""
+    """Return the eigenvalue of largest size (it may be negative) and its unit vector.
+
+    A simple check of `lanczos` that stores two vectors instead of one per step.
+    """
     v = start / norm(start)
     value = residual = 0.0
     taken = 0
@@ -204,7 +211,8 @@ def power_iteration(product: Product, start: Tensor, *, steps: int, tolerance: f
 
 
 def hutchinson(product: Product, vectors: Iterable[Tensor], *, confidence: float = 0.95) -> Estimate:
-    """tr H = E zᵀHz for `vectors` z with E zzᵀ = 1 (Hutchinson 1990: random signs), with Student's interval."""
+    """Estimate tr H = E zᵀHz for `vectors` z with E zzᵀ = 1 (Hutchinson 1990: random signs), with Student's
+    interval."""
     return Estimate.mean([dot(product(z), z) for z in vectors], confidence)
 
 
@@ -218,10 +226,10 @@ def expected_rise(
     seed: int,
     confidence: float = 0.95,
 ) -> list[Estimate]:
-    """E[L(w+ε)] − L(w) at each σ: what GGPO and Flat-LoRA minimise beside L (β = 0, scope `step`).
+    """Estimate E[L(w+ε)] − L(w) at each σ, the term that GGPO and Flat-LoRA add to L (β = 0, scope `step`).
 
     ε has the row-normalised covariance σ²|w_i|²/n; to second order the rise is ½ Σ σ²|w_i|²/n · H_ij,ij. A draw is an
-    antithetic pair ±ε, which takes the first order out. The same directions serve all σ.
+    antithetic pair ±ε, which cancels the first order. All σ use the same directions.
 
     Args:
         base: L(w).
@@ -246,15 +254,15 @@ def ascent_rise(
     steps: int,
     seed: int,
 ) -> tuple[Estimate, Estimate]:
-    """max L(w+ε) − L(w) over |ε| ≤ ρ, approximated from below: (by one gradient step, by `steps` projected ones).
+    """Bound max L(w+ε) − L(w) over |ε| ≤ ρ from below: (by one gradient step, by `steps` projected ones).
 
-    The first is SAM's: ε = ρ g/|g| (Foret et al., arXiv 2010.01412). The second goes on from there,
-    ε ← P(ε + ρ g(w+ε)/|g(w+ε)|) with P the projection on the ball, and keeps the highest loss of its path, 0 included.
-    Where the gradient is zero the first direction is random.
+    The first is SAM's: ε = ρ g/|g| (Foret et al., arXiv 2010.01412). The second continues from there, ε ← P(ε + ρ
+    g(w+ε)/|g(w+ε)|) with P the projection on the ball, and takes the highest loss of its path, 0 included. If the
+    gradient is zero, the first direction is random.
 
     Args:
         base, gradient: L(w) and its gradient (N,).
-        steps: gradients of the second value, the one at w counted; 1: both values are the first's.
+        steps: gradients of the second value, including the one at w; 1: both values are the first's.
     """
     direction = gradient if norm(gradient) > 0 else space.signs(seed, "ascent", 0)
     epsilon = direction * (rho / norm(direction))
@@ -277,7 +285,7 @@ class LossLine:
 
     at: list[float]
     losses: list[list[float]]
-    """One list over `at` for each direction; the middle is L(w)."""
+    """One list over `at` for each direction; the middle value is L(w)."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +298,7 @@ class Plane:
 
 
 def grid(points: int, reach: float) -> list[float]:
-    """`points` (odd) numbers from −reach to reach, 0 exactly in the middle."""
+    """Return `points` (odd) numbers from −reach to reach, 0 exactly in the middle."""
     half = points // 2
     return [reach * (index - half) / half for index in range(points)]
 
@@ -298,7 +306,7 @@ def grid(points: int, reach: float) -> list[float]:
 def line(
     space: Space, objective: LossFunction, *, base: float, points: int, reach: float, directions: int, seed: int
 ) -> LossLine:
-    """Slices along `directions` random directions; `base` is L(w)."""
+    """Compute slices along `directions` random directions; `base` is L(w)."""
     at = grid(points, reach)
     losses = []
     for index in range(directions):
@@ -308,7 +316,7 @@ def line(
 
 
 def plane(space: Space, objective: LossFunction, *, base: float, points: int, reach: float, seed: int) -> Plane:
-    """The slice spanned by the first two directions of `line`."""
+    """Compute the slice spanned by the first two directions of `line`."""
     at = grid(points, reach)
     across, up = (space.draw(seed, "slice", index, exact=True) for index in (0, 1))
     losses = [[space.value_along(objective, [(a, across), (b, up)]) if a or b else base for a in at] for b in at]

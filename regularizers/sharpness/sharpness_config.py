@@ -1,4 +1,4 @@
-"""What is measured of a neighbourhood, and how hard. Imports nothing heavy."""
+"""Settings of the sharpness measures. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SpaceName = Literal["adapter", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharpness:
-    """Settings of `flatshift.regularizers.sharpness.measure`. Raises RegularizerError for a value without a meaning."""
+    """Settings of `flatshift.regularizers.sharpness.measure`. Raises RegularizerError for an invalid value."""
 
     spaces: tuple[SpaceName, ...] = ("adapter", "full")
     """`adapter`: the trained LoRA factors θ = (A, B). `full`: the adapted weights W' = W0 + sBA of linear layers."""
     lanczos: int = 12
-    """Most Hessian products that λ_max may take; as many vectors of the space are kept. 0: not measured."""
+    """Maximum number of Hessian products for λ_max; as many vectors of the space are stored. 0: not measured."""
     tolerance: float = 1e-2
-    """λ_max is done when its residual is below this part of it."""
+    """Stop λ_max when its residual is below this fraction of it."""
     probes: int = 5
     """Random vectors for the trace. 0: not measured."""
     sigmas: tuple[float, ...] = (0.02, 0.05, 0.1)
@@ -30,7 +30,7 @@ class Sharpness:
     rhos: tuple[float, ...] = (0.01, 0.05, 0.1)
     """Radii of the balls for SAM-sharpness, in the norm of the whole space."""
     ascent: int = 3
-    """Gradient steps of the longer search in a ball; 1: the one-step value only."""
+    """Gradient steps of the longer search in a ball; 1: only the one-step value."""
     lines: int = 3
     """Random directions of the one-dimensional slices. 0: none."""
     line_points: int = 11
@@ -38,7 +38,7 @@ class Sharpness:
     plane_points: int = 9
     """Points along each side of the two-dimensional slice, odd. 0: none."""
     reach: float = 0.5
-    """How far slices go, in units of the row norms."""
+    """Extent of the slices, in units of the row norms."""
     confidence: float = 0.95
     """Coverage of the intervals."""
 
@@ -63,7 +63,7 @@ class Sharpness:
         demand(0 < self.confidence < 1, "confidence", "a number between 0 and 1")
 
     def passes(self) -> int:
-        """Most evaluations of the loss (a gradient counts as three) that these settings take."""
+        """Return the maximum number of loss evaluations (a gradient counts as three) for these settings."""
         gradients = 0
         if self.lanczos or self.probes:
             gradients += 1 + 2 * (2 + LADDER) + 2 * (self.lanczos + self.probes) + (4 if self.lanczos else 0)
@@ -74,11 +74,11 @@ class Sharpness:
 
 
 LADDER = 8
-"""Most step lengths that are tried for the finite differences."""
+"""Maximum number of step lengths tried for the finite differences."""
 
 
 def measure_name(key: str) -> str:
-    """`rise_sigma_0.05` → `mean rise at σ = 0.05`; keys as in `flatshift.regularizers.sharpness.Measured`."""
+    """Return a readable name: `rise_sigma_0.05` → `mean rise at σ = 0.05`; keys as in `SharpnessResult`."""
     fixed = {"lambda_max": "λ_max", "lambda_min": "λ_min", "trace": "trace of the Hessian"}
     if key in fixed:
         return fixed[key]

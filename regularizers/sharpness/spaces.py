@@ -1,16 +1,16 @@
-"""The loss that a neighbourhood is judged by, and the space in which it is measured: what a vector of it is, and what
-the loss is at w + vector. Nothing is left behind.
+"""Loss of a neighbourhood and the space in which it is measured: vectors, and the loss at w + vector.
 
-A vector is one flat tensor. Random directions are *row-normalised*: their rows have the length of the weight's rows
-(Li et al., arXiv 1712.09913: "filter normalisation"), so that a layer's scale does not decide how flat it looks.
+The model is restored after every evaluation. A vector is one flat tensor. Random directions are *row-normalised*: their
+rows have the length of the weight's rows (Li et al., arXiv 1712.09913: "filter normalisation"), so that a layer's scale
+does not affect its measured flatness.
 
 The full space: W' = W0 + sBA of every adapted linear layer, moved by an added term and never written.
 
     y = layer(x) + x Δᵀ        Δ (m, n): a dense piece of a vector, or a product U S_Vᵀ
 
-∂L/∂Δ is the gradient G = ∂L/∂W', whatever W0 is kept in (4-bit and int8 too) and whatever PEFT makes of the adapter
-(DoRA adds the term to its output). A dense vector takes as much memory as the adapted weights in float32, and λ_max
-keeps one for each of its steps; random directions are of rank k and take (m + n) k numbers.
+∂L/∂Δ is the gradient G = ∂L/∂W', whatever the storage of W0 (4-bit and int8 too) and whatever PEFT makes of the adapter
+(for DoRA the term is added to its output). A dense vector takes as much memory as the adapted weights in float32, and
+λ_max stores one for each of its steps; random directions are of rank k and take (m + n) k numbers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from flatshift.regularizers.layers.signs import Side, signs
 from flatshift.regularizers.layers.sites import LoraSite, find_lora_sites
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
-"""Gives the loss over fixed batches: a scalar, or an iterable of scalar terms whose sum it is. A generator is best for
-several micro-batches: the graph of a term is gone before the next is made."""
+"""Function that returns the loss over fixed batches: a scalar, or an iterable of scalar terms to be summed. For several
+micro-batches a generator is best: the graph of a term is freed before the next is computed."""
 
 
 @contextmanager
 def _resting(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode inside (dropout would drown a difference), and each module in its own mode afterwards.
+    """Switch to evaluation mode (dropout would drown a difference), and restore each module's mode afterwards.
 
-    Quantised linear layers are in training mode: bitsandbytes repacks 4-bit weights for inference on a CPU, which lets
-    no gradient through any more.
+    Quantised linear layers stay in training mode: in evaluation mode bitsandbytes repacks 4-bit weights for inference
+    on a CPU, after which no gradient passes through them.
     """
     modes = [(module, module.training) for module in model.modules()]
     try:
@@ -59,14 +59,14 @@ class LossFunction:
     """`loss` of `model`; sums over terms are in float64."""
 
     def __init__(self, model: nn.Module, loss: Loss, count: Callable[[int], None] = lambda passes: None) -> None:
-        """count: told of every evaluation, 1 for a loss and 3 for a gradient."""
+        """count: called for every evaluation, with 1 for a loss and 3 for a gradient."""
         self.model = model
         self._loss = loss
         self._count = count
 
     @torch.no_grad()
     def value(self) -> float:
-        """The loss at the weights as they are."""
+        """Return the loss at the current weights."""
         with _resting(self.model):
             total = sum(float(term) for term in self._terms())
         self._count(1)
@@ -74,10 +74,10 @@ class LossFunction:
 
     @torch.enable_grad()
     def gradient(self, inputs: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-        """The loss and its gradients with respect to `inputs`, which require one; in float32, or float64 for float64
-        inputs; zero for an input without a part in the loss. No `.grad` is touched.
+        """Return the loss and its gradients with respect to `inputs`, which must require grad.
 
-        Raises RegularizerError if the loss depends on none of them.
+        Gradients are in float32, or float64 for float64 inputs; zero for an input that does not affect the loss. No
+        `.grad` is touched. Raises RegularizerError if the loss depends on none of them.
         """
         total = 0.0
         sums = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in inputs]
@@ -101,14 +101,14 @@ class LossFunction:
 
 
 _CHUNK = 1 << 17
-"""Elements widened to float64 at a time: two buffers of 1 MiB that stay in a cache (`benchmarks.any_machine`)."""
+"""Elements converted to float64 at a time: two buffers of 1 MiB that fit in a cache (`benchmarks.any_machine`)."""
 
 Purpose = Literal["noise", "slice", "trace", "start", "ascent"]
-"""What a random vector is for: vectors for different purposes are independent."""
+"""Purpose of a random vector; vectors for different purposes are independent."""
 
 
 def dot(a: Tensor, b: Tensor) -> float:
-    """a · b of flat vectors, summed in float64 a piece at a time (float32 sums of millions are off by 1e-4)."""
+    """Return a · b of flat vectors, summed in float64 in chunks (float32 sums of millions are off by 1e-4)."""
     size = min(len(a), _CHUNK)
     wide_a, wide_b = (torch.empty(size, dtype=torch.float64, device=a.device) for _ in range(2))
     pieces = zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
@@ -116,17 +116,17 @@ def dot(a: Tensor, b: Tensor) -> float:
 
 
 def norm(a: Tensor) -> float:
-    """|a|, as `dot`."""
+    """Return |a|, summed as in `dot`."""
     return dot(a, a) ** 0.5
 
 
 def purpose_seed(seed: int, purpose: Purpose) -> int:
-    """A 62-bit seed for one purpose."""
+    """Return a 62-bit seed for one purpose."""
     return int.from_bytes(hashlib.sha256(f"sharpness:{seed}:{purpose}".encode()).digest()[:8], "big") >> 2
 
 
 def generator(seed: int, purpose: Purpose, index: int) -> torch.Generator:
-    """The generator of the `index`-th vector, on the CPU so that every device sees the same."""
+    """Return the generator of the `index`-th vector, on the CPU so that every device draws the same."""
     mixed = hashlib.sha256(f"{purpose_seed(seed, purpose)}:{index}".encode()).digest()[:8]
     return torch.Generator().manual_seed(int.from_bytes(mixed, "big") >> 2)
 
@@ -136,48 +136,55 @@ class Space(ABC):
 
     name: str
     size: int
-    """N, entries of a vector."""
+    """N, number of entries of a vector."""
     dtype: torch.dtype
-    """Of vectors: float32, or float64 for float64 weights."""
+    """Dtype of vectors: float32, or float64 for float64 weights."""
     device: torch.device
     weight_norm: float
     """|w|."""
     resolution: float
-    """Relative spacing of numbers in which w is moved and the loss is computed."""
+    """Relative spacing of the numbers in which w is moved and the loss is computed."""
 
     @abstractmethod
     def gradient(self, objective: LossFunction, at: Tensor | None = None) -> tuple[float, Tensor]:
-        """Loss and gradient (N,) at w + `at`; w is untouched afterwards, whatever happened."""
+        """Return loss and gradient (N,) at w + `at`; w is restored afterwards, even after an exception."""
 
     @abstractmethod
     def value(self, objective: LossFunction, at: Tensor) -> float:
-        """Loss at w + `at` (N,)."""
+        """Return the loss at w + `at` (N,)."""
 
     @abstractmethod
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> Any:
-        """A random row-normalised direction, in whatever form `value_along` takes: independent entries of one
-        covariance in each row, whose rows have the length |w_i| in the mean, or each of them with `exact`."""
+        """Draw a random row-normalised direction, in the form that `value_along` takes.
+
+        Entries are independent with one covariance in each row; rows have the length |w_i| in the mean, or exactly with
+        `exact`.
+        """
 
     @abstractmethod
     def value_along(self, objective: LossFunction, parts: Sequence[tuple[float, Any]]) -> float:
-        """Loss at w + Σ c·d over (c, d) in `parts`, d from `draw`."""
+        """Return the loss at w + Σ c·d over (c, d) in `parts`, d from `draw`."""
 
     def signs(self, seed: int, purpose: Purpose, index: int) -> Tensor:
-        """Independent signs ±1 (N,)."""
+        """Draw independent signs ±1 (N,)."""
         bits = torch.randint(0, 2, (self.size,), generator=generator(seed, purpose, index), dtype=torch.int8)
         return (bits * 2 - 1).to(device=self.device, dtype=self.dtype)
 
 
 class AdapterSpace(Space):
-    """θ = (A, B) of all trained LoRA factors (`flatshift.regularizers.layers.adapters`). They are moved in place and
-    put back bit for bit. What is trained besides, such as a classifier's head, is held fixed."""
+    """θ = (A, B) of all trained LoRA factors (`flatshift.regularizers.layers.adapters`).
+
+    They are moved in place and restored bit for bit. Other trained parameters, such as a classifier's head, are held
+    fixed.
+    """
 
     name = "adapter"
 
     def __init__(self, model: nn.Module, adapters: Adapters | None = None) -> None:
         """adapters: another θ of this model, with its heads.
 
-        Raises RegularizerError if the model trains no LoRA factor, is merged, or is sharded."""
+        Raises RegularizerError if the model trains no LoRA factor, is merged, or is sharded.
+        """
         refuse_merged(model)
         self._adapters = adapters or Adapters(model)
         values = self._adapters.values()
@@ -204,7 +211,7 @@ class AdapterSpace(Space):
             return objective.value()
 
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> Tensor:
-        """Gaussian, (N,)."""
+        """Draw a Gaussian direction (N,)."""
         normal = torch.randn(self.size, generator=generator(seed, purpose, index), dtype=torch.float32).to(self.dtype)
         parts = []
         for part, width in zip(normal.split(self._lengths), self._widths, strict=True):
@@ -235,7 +242,7 @@ class AdapterSpace(Space):
 
 
 def refuse_merged(model: nn.Module) -> None:
-    """Raises RegularizerError if an adapter is merged into the backbone: moving it would move nothing."""
+    """Raise RegularizerError if an adapter is merged into the backbone: moving it would have no effect."""
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and getattr(module, "merged", False):
             raise RegularizerError(
@@ -245,12 +252,13 @@ def refuse_merged(model: nn.Module) -> None:
 
 
 Term = Callable[[Tensor], Tensor]
-"""From a layer's input (..., n) to what is added to its output (..., m)."""
+"""Function from a layer's input (..., n) to the term added to its output (..., m)."""
 
 
 @contextmanager
 def added(sites: Sequence[LoraSite], terms: Sequence[Term]) -> Iterator[None]:
-    """The layers' forwards with a term each inside; without a trace afterwards, whatever happened."""
+    """Add a term to each layer's forward inside the context; restore the forwards afterwards, even after an
+    exception."""
     before = [vars(site.layer).get("forward") for site in sites]
     try:
         for site, term in zip(sites, terms, strict=True):
@@ -285,7 +293,7 @@ def _factored(into: Tensor, out: Tensor, x: Tensor) -> Tensor:
 
 
 class FullSpace(Space):
-    """See the module's text. Layers that are no linear LoRA layers (embeddings) are no part of it."""
+    """W' of all adapted linear layers (see the module docstring); other LoRA layers (embeddings) are not part of it."""
 
     name = "full"
 
@@ -302,7 +310,7 @@ class FullSpace(Space):
         dtypes = [site.dtype for site in self._sites]
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.device = self._sites[0].device
-        # Δ is added in float32, but the loss is computed in what the model computes in.
+        # Δ is added in float32, but the loss is computed in the model's own precision.
         self.resolution = max(torch.finfo(dtype).eps for dtype in dtypes)
         self._shapes = [(site.rows, site.columns) for site in self._sites]
         self._lengths = [rows * columns for rows, columns in self._shapes]
@@ -328,8 +336,8 @@ class FullSpace(Space):
             return objective.value()
 
     def draw(self, seed: int, purpose: Purpose, index: int, *, exact: bool) -> list[tuple[Tensor, Tensor]]:
-        """(S_V (n, k), U (m, k)) of each layer: diag(|w'_i|) S_U S_Vᵀ/√(n k), the covariance of GGPO's noise with β = 0
-        at σ = 1. With `exact`, each row of U is divided by the length that its product has."""
+        """Draw (S_V (n, k), U (m, k)) of each layer: diag(|w'_i|) S_U S_Vᵀ/√(n k), the covariance of GGPO's noise with
+        β = 0 at σ = 1. With `exact`, each row of U is divided by the actual length of its product."""
         key = purpose_seed(seed, purpose)
         factors = []
         for site, norms in zip(self._sites, self._row_norms, strict=True):

@@ -1,4 +1,4 @@
-"""Whether a selection does what its scores promise: transport distances realised beside predicted, and coverage."""
+"""Checks of a selection against its scores: realised and predicted transport distances, and target coverage."""
 
 from __future__ import annotations
 

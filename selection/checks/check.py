@@ -1,18 +1,18 @@
-"""Realised against predicted: does mixing the selection into the pool lower the transport distance to the target?
+"""Realised against predicted gain: does mixing the selection into the pool lower the transport distance to the target?
 
 Entropic transport is convex in the pool's weights, so a step of length λ towards the selection U changes it by at least
-λ·mean_U s (s: calibrated gradients): the prediction is optimistic on the target that the scores were made with, and a
-target that they have not seen may tell another story. So both are measured, beside a random draw of the same size and
-GOT-D in rounds, at λ = 0.1, 0.25, 0.5 and 1, with
+λ·mean_U s (s: calibrated gradients): the prediction is optimistic on the target that the scores were computed with, and
+may be wrong on an unseen target. So both are measured, next to a random draw of the same size and GOT-D in rounds, at λ
+= 0.1, 0.25, 0.5 and 1, with
 
     gap(λ) = λ·(mean_U f_λ − mean of the k smallest f_λ) ≥ OT_ε(mixture) − min over all selections of the same size,
 
-f_λ the potential at the mixture, a certificate that needs no other selection. (science.md §4.)
+f_λ the potential at the mixture: a certificate that needs no other selection. (science.md §4.)
 
-It is done on a few thousand rows that stand for a pool of any size and for what was chosen from it. The kernel of all
-their mixtures is made once, and solves start from each other. The second argument of every value is the target; the
-self-transport that turns OT_ε into the Sinkhorn divergence S = OT_ε(w, y) − ½OT_ε(w, w) − ½OT_ε(y, y) is found for all
-mixtures at once, one GEMM an iteration.
+The check uses a few thousand rows that represent a pool of any size and its selection. The kernel of all their mixtures
+is computed once, and solves are warm-started from each other. The second argument of every value is the target; the
+self-transport that turns OT_ε into the Sinkhorn divergence S = OT_ε(w, y) − ½OT_ε(w, w) − ½OT_ε(y, y) is computed for
+all mixtures at once, one GEMM an iteration.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from flatshift.selection.transport.problem import pose
 from flatshift.selection.transport.rows import StreamedRows
 
 _NEAR = 5
-"""Rows up to this rank, in multiples of the budget, are sampled as densely as the selection itself: what another
-target or another round would choose mostly lies there."""
+"""Rows up to this rank, in multiples of the budget, are sampled as densely as the selection itself: most of what
+another target or another round would choose is among them."""
 
 
 @dataclass(frozen=True)
 class PoolSample:
-    """rows (n,) int64, ascending. stands (n,): records of the pool that each stands for; they sum to N. mass (n,): its
-    part of the pool's distribution; they sum to 1. chosen (n,) bool: rows of the selection, all of which stand for
-    equally many; `budget` of them."""
+    """Sample of rows that represents a pool.
+
+    rows (n,) int64, ascending. stands (n,): number of pool records that each represents; they sum to N. mass (n,): its
+    part of the pool's distribution; they sum to 1. chosen (n,) bool: rows of the selection, each representing equally
+    many records; `budget` of them.
+    """
 
     rows: np.ndarray
     stands: np.ndarray
@@ -49,18 +52,18 @@ class PoolSample:
 
     @property
     def budget(self) -> int:
-        """Rows that stand for the whole budget."""
+        """Number of sampled rows that represent the whole budget."""
         return int(self.chosen.sum())
 
     def mixture(self, rows: np.ndarray, share: float) -> np.ndarray:
-        """(n,): (1 − share)·pool + share·uniform over the sample's rows with these numbers."""
+        """Return (n,): (1 − share)·pool + share·uniform over the sample's rows with these numbers."""
         weights = (1.0 - share) * self.mass
         weights[rows] += share / len(rows)
         return weights
 
 
 def sample_pool(order: np.ndarray, budget: int, *, weights: np.ndarray | None, size: int, seed: int) -> PoolSample:
-    """All rows where there are at most `size`; else a seeded draw, half of it among the best ranks.
+    """Sample the pool: all rows if there are at most `size`, else a seeded draw, half of it among the best ranks.
 
     order (N,): row numbers by rank, the first `budget` of them chosen. weights (N,): the pool's distribution, uniform
     when None. Three strata, each drawn without repeats: the selection, the ranks behind it up to five budgets at the
@@ -99,7 +102,10 @@ _SELF_TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class At:
-    """At one mixture, in units of cost. value: OT_ε. f (n,), g (M,): potentials. error: L1 of the target marginal."""
+    """Solution at one mixture, in units of cost.
+
+    value: OT_ε. f (n,), g (M,): potentials. error: L1 of the target marginal.
+    """
 
     value: float
     f: np.ndarray
@@ -108,7 +114,10 @@ class At:
 
 
 class Mixtures:
-    """x (n, d), y (M, d): features. epsilon: absolute, in units of cost. Memory: 16·n·M bytes."""
+    """Transport problems from mixtures of a pool to one target, sharing one kernel.
+
+    x (n, d), y (M, d): features. epsilon: absolute, in units of cost. Memory: 16·n·M bytes.
+    """
 
     def __init__(self, x: np.ndarray, y: np.ndarray, *, epsilon: float, cost: str = "sqeuclidean"):
         with torch.inference_mode():
@@ -118,7 +127,7 @@ class Mixtures:
             self._kernel = Kernel(self._rows, epsilon / self._unit)
 
     def at(self, weights: np.ndarray, start: np.ndarray | None = None) -> At:
-        """Solve for the mixture `weights` (n,), which sum to 1 and may be 0; start: g (M,) of a solve nearby."""
+        """Solve for the mixture `weights` (n,), which sum to 1 and may be 0; start: g (M,) of a nearby solve."""
         unit = self._unit
         with torch.inference_mode():
             self._rows.a = torch.from_numpy(np.ascontiguousarray(weights, dtype=np.float64))
@@ -129,7 +138,7 @@ class Mixtures:
 
 
 def mean_cost(x: np.ndarray, y: np.ndarray, weights: np.ndarray, cost: str = "sqeuclidean") -> float:
-    """Σ_ij w_i c(x_i, y_j) / M: what a relative ε is a multiple of."""
+    """Return Σ_ij w_i c(x_i, y_j) / M, the unit of a relative ε."""
     rows, targets = scaled_features(x, cost), scaled_features(y, cost)
     centre = targets.mean(0)
     rows, targets = rows - centre, targets - centre
@@ -138,7 +147,7 @@ def mean_cost(x: np.ndarray, y: np.ndarray, weights: np.ndarray, cost: str = "sq
 
 
 def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost: str = "sqeuclidean") -> np.ndarray:
-    """(K,): OT_ε(w, w) of each row w of `mixtures` (K, n) over the rows of x (n, d). Memory: 8·n² bytes.
+    """Return (K,): OT_ε(w, w) of each row w of `mixtures` (K, n) over the rows of x (n, d). Memory: 8·n² bytes.
 
     Both potentials are one function p = −ε log u, u_i = Σ_j w_j K_ij / u_j, and the value is 2 Σ w p.
     """
@@ -154,7 +163,7 @@ def self_transport(x: np.ndarray, mixtures: np.ndarray, *, epsilon: float, cost:
     for _ in range(_SELF_ITERATIONS):
         new = kernel @ (weights / u)
         change = float(np.abs(np.log(new[held] / u[held])).max())
-        # The plain iteration swings between two points; their geometric mean converges.
+        # The plain iteration oscillates between two points; their geometric mean converges.
         u = np.where(held, np.sqrt(u * new), 1.0)
         if change <= _SELF_TOLERANCE:
             break
@@ -165,16 +174,20 @@ SHARES = (0.1, 0.25, 0.5, 1.0)
 """λ: the share of the selection in the mixture."""
 _LEAST_TARGETS = 8
 _COINCIDENT = 1e-12
-"""Mean cost from the pool to a half of the target, as a share of that to all of it, up to which it is rounding."""
+"""Mean cost from the pool to half of the target, as a share of that to all of it, below which it is rounding."""
 
 Refit = Callable[[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]
-"""(pool rows (n,), target rows (m,), mass (n,), budget) → places in the first of what the same method chooses there."""
+"""Function (pool rows (n,), target rows (m,), mass (n,), budget) → positions in the first argument that the same method
+chooses on this data."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """At one λ, in units of cost. realised, predicted: change of OT_ε; gap: how much more the best selection could
-    gain at most; debiased: change of the Sinkhorn divergence."""
+    """Values at one λ, in units of cost.
+
+    realised, predicted: change of OT_ε. gap: upper bound on what the best selection could gain in addition. debiased:
+    change of the Sinkhorn divergence.
+    """
 
     share: float
     realised: float
@@ -184,19 +197,21 @@ class Reading:
 
     @property
     def ratio(self) -> float | None:
-        """Realised ÷ predicted, at most 1 up to rounding; None where no gain is predicted."""
+        """Realised ÷ predicted, at most 1 up to rounding; None if no gain is predicted."""
         return self.realised / self.predicted if self.predicted < 0 else None
 
 
 @dataclass(frozen=True)
 class Checked:
-    """sample: rows that stood for the pool; targets (m,): of the target. distance: OT_ε(pool, target) on these.
+    """Result of `check_selection`.
 
-    fitted: arm → a reading for each of SHARES, on the target that the selection saw. held_out: arm → (R, 4), change
-    of OT_ε to one half of the target, chosen with the other; held_distance (R,): OT_ε(pool, half) before. Both empty
-    where the target has too few rows; without the `left_out` splits of which a half coincides with the pool. g (m,):
-    the targets' potentials. error: largest L1 marginal error of a solve.
-    Arms: "selection", "random", and "rounds" (or "one step", where the selection itself was made in rounds).
+    sample: rows that represent the pool; targets (m,): rows of the target. distance: OT_ε(pool, target) on these.
+    fitted: arm → a reading for each of SHARES, on the target that the selection saw. held_out: arm → (R, 4), change of
+    OT_ε to one half of the target, chosen with the other; held_distance (R,): OT_ε(pool, half) before. Both are empty
+    if the target has too few rows, and lack the `left_out` splits of which a half coincides with the pool. g (m,): the
+    targets' potentials. error: largest L1 marginal error of a solve.
+
+    Arms: "selection", "random", and "rounds" (or "one step", if the selection itself was made in rounds).
     """
 
     sample: PoolSample
@@ -211,7 +226,7 @@ class Checked:
     left_out: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """Plain values for a manifest."""
+        """Return plain values for a manifest."""
         return {
             "rows": len(self.sample.rows),
             "of": round(float(self.sample.stands.sum())),
@@ -239,7 +254,7 @@ class Checked:
         }
 
     def warnings(self) -> list[str]:
-        """A sentence for every check that failed."""
+        """Return a sentence for every check that failed."""
         found = []
         own = {reading.share: reading for reading in self.fitted["selection"]}
         first, half = own[SHARES[0]], own[0.5]
@@ -302,10 +317,10 @@ def check_selection(
 ) -> Checked | None:
     """Check the first `budget` rows of `order` (N,), row numbers by rank, against pool x (N, d) and target y (M, d).
 
-    weights (N,): the pool's distribution. epsilon: absolute, of the solve that made the scores; None: `relative` times
-    the mean cost. refit: the same method on less data. in_rounds: it works in rounds, so one step stands beside it.
-    Larger pools and targets are sampled down to pool_rows and target_rows; the cost is that of some hundred solves of
-    this size at most. None where all features coincide.
+    weights (N,): the pool's distribution. epsilon: absolute, of the solve that gave the scores; None: `relative` times
+    the mean cost. refit: the same method on less data. in_rounds: it works in rounds, so the third arm is one step.
+    Larger pools and targets are sampled down to pool_rows and target_rows; the cost is at most some hundred solves of
+    this size. Returns None if all features coincide.
     """
     generator = np.random.Generator(np.random.PCG64([seed, 0xC4EC4]))
     sample = sample_pool(order, budget, weights=weights, size=pool_rows, seed=seed)
@@ -396,7 +411,7 @@ def _fitted(
     epsilon: float,
     cost: str,
 ) -> tuple[dict[str, list[Reading]], float]:
-    """Readings of every arm, and the largest marginal error."""
+    """Return the readings of every arm, and the largest marginal error."""
     scores = base.f - sample.mass @ base.f
     weights = [sample.mixture(picked, share) for picked in arms.values() for share in SHARES]
     own = self_transport(rows, np.stack([sample.mass, *weights]), epsilon=epsilon, cost=cost)
@@ -423,7 +438,8 @@ def _fitted(
 
 
 def _least(f: np.ndarray, sample: PoolSample) -> float:
-    """Mean of the smallest f over as many records as the budget has, each row counted for those it stands for."""
+    """Return the mean of the smallest f over as many records as the budget has, each row weighted by the records it
+    represents."""
     wanted = float(sample.stands[sample.chosen].sum())
     order = np.argsort(f, kind="stable")
     filled = np.minimum(np.cumsum(sample.stands[order]), wanted)

@@ -1,4 +1,4 @@
-"""Which targets the pool cannot serve, by their potentials g_j and their nearest pool record."""
+"""Targets that the pool does not cover, by their potentials g_j and their nearest pool record."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from flatshift.selection.methods.neighbours import nearest_rows
 _FELLOWS = 2000
 _QUANTILE = 0.95
 _WORK = 2e10
-"""Multiplications that finding nearest records may cost, unless it is for the fewest targets looked at."""
+"""Limit on multiplications for finding nearest records, except for the minimum number of targets."""
 _FEWEST = 128
 _LEAST = 10
-"""Targets with distinct features that a typical distance among them asks for."""
+"""Minimum number of targets with distinct features for a typical distance among them."""
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Of the targets with the largest g, worst served first. targets (k,), rows (k,) int64: the target and its nearest
-    pool row. g (k,), costs (k,): potential, and cost to that row. limit: what 95 % of the targets have their nearest
-    other target within; None where fewer than ten differ. A target beyond it is `unserved`: no record of the pool
-    comes as near as targets come to one another."""
+    """Targets with the largest g, worst covered first.
+
+    targets (k,), rows (k,) int64: the target and its nearest pool row. g (k,), costs (k,): potential, and cost to that
+    row.
+    limit: cost within which 95 % of the targets have their nearest other target; None if fewer than ten differ. A
+    target beyond it is `unserved`: no record of the pool comes as near as targets come to one another.
+    """
 
     targets: np.ndarray
     g: np.ndarray
@@ -34,7 +37,7 @@ class Coverage:
 
     @property
     def unserved(self) -> np.ndarray:
-        """(k,) bool."""
+        """Targets beyond the limit, (k,) bool."""
         return np.zeros(len(self.costs), bool) if self.limit is None else self.costs > self.limit
 
 
@@ -47,9 +50,10 @@ def target_coverage(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Coverage:
-    """Look at all targets, or in large pools at those with the largest g; one pass over x (N, d), read in chunks.
+    """Find the nearest pool rows of all targets, or in large pools of those with the largest g.
 
-    y (M, d): target features, g (M,): their potentials, large where the pool serves a target badly.
+    One pass over x (N, d), read in chunks. y (M, d): target features, g (M,): their potentials, large if the pool
+    covers a target badly.
     """
     affordable = int(_WORK / (x.shape[0] * x.shape[1]))
     worst = np.argsort(-np.asarray(g), kind="stable")[: max(_FEWEST, affordable)]
@@ -66,7 +70,8 @@ def target_coverage(
 
 
 def _spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
-    """The 95 % quantile of each target's cost to its nearest other one; of a seeded sample where there are many."""
+    """Return the 95 % quantile of each target's cost to its nearest other one, from a seeded sample if there are
+    many."""
     if len(y) > _FELLOWS:
         generator = np.random.Generator(np.random.PCG64([seed, 0xC0FE]))
         y = y[np.sort(generator.choice(len(y), _FELLOWS, replace=False))]
@@ -81,7 +86,7 @@ def _spacing(y: np.ndarray, unit: float, seed: int) -> float | None:
 
 
 class _Placed:
-    """Rows of a matrix of any size as `placed` has them, a slice at a time."""
+    """Rows of a matrix of any size with `scaled_features` applied, a slice at a time."""
 
     def __init__(self, source: Any, cost: str):
         self.source = source

@@ -1,5 +1,5 @@
-"""Texts to vectors: hashing TF-IDF + SVD, pooled states of a model handed in, static word vectors, your own `.npy`;
-kept in resumable shards."""
+"""Embedding of texts: hashing TF-IDF + SVD, pooled states of a given model, static word vectors, or your own `.npy`;
+stored in resumable shards."""
 
 from __future__ import annotations
 

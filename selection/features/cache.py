@@ -1,9 +1,9 @@
-"""Features in shards on disk: computed once, verified when they are read, resumed after a kill.
+"""Cached features in shards on disk: computed once, verified on every read, resumed after a kill.
 
-A shard holds the features of `shard_rows` neighbouring texts. Its file is named by a digest of everything it depends
-on: the embedder (model and parameters), the type it is stored in, and the texts, byte by byte. So nothing is ever out
-of date: what changed has another name. A file is a plain `.npy` array with 32 bytes behind it, the SHA-256 of all
-before; it appears whole or not at all, and one that does not match its digest is computed again.
+A shard holds the features of `shard_rows` consecutive texts. Its file is named by a digest of everything it depends on:
+the embedder (model and parameters), the stored dtype, and the texts, byte by byte. So nothing is ever out of date:
+changed inputs give another name. A file is a plain `.npy` array followed by 32 bytes, the SHA-256 of all before; it is
+written atomically, and one that does not match its digest is computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARD_ROWS = 8192
 Embed = Callable[[list[str]], np.ndarray]
 """texts -> (len(texts), d) features."""
 Progress = Callable[[int], None]
-"""Called with the number of texts that are done."""
+"""Called with the number of texts done."""
 Stored = Literal["float32", "float16"]
 
 
@@ -38,7 +38,7 @@ def in_shards(
     shard_rows: int = SHARD_ROWS,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """(len(texts), d) in memory, computed shard by shard: to the bit what `FeatureCache.features` gives."""
+    """Compute features (len(texts), d) in memory, shard by shard: bit for bit the result of `FeatureCache.features`."""
     parts = []
     for low in range(0, len(texts), shard_rows):
         some = list(texts[low : low + shard_rows])
@@ -51,10 +51,10 @@ def in_shards(
 
 
 class FeatureCache:
-    """Shards in one directory, which may serve any number of pools, embedders and runs, at the same time too.
+    """Shards in one directory, which any number of pools, embedders and runs may share, also concurrently.
 
-    `computed` and `reused` count the shards of the last call of `features`; `broken` those among the computed whose
-    file did not match its digest.
+    `computed` and `reused` count the shards of the last call of `features`; `broken` counts those computed because
+    their file did not match its digest.
     """
 
     def __init__(self, directory: str | Path):
@@ -71,11 +71,11 @@ class FeatureCache:
         shard_rows: int = SHARD_ROWS,
         progress: Progress | None = None,
     ) -> ShardedRows:
-        """The features of `texts`, computed where no intact shard has them.
+        """Return the features of `texts`, computing the shards that have no intact file.
 
-        key: names the embedder, its model's content and every parameter that changes what it gives. texts are read
-        `shard_rows` at a time. Raises SelectionError: features that are not (len(texts), d), not finite, of differing
-        width, or a directory that cannot be written to; OSError where the disk is full, the shards before it kept.
+        key: identifies the embedder, its model's content and every parameter that changes its output. texts are read
+        `shard_rows` at a time. Raises SelectionError for features that are not (len(texts), d), not finite, of
+        differing width, or an unwritable directory; OSError if the disk is full, with the shards before it kept.
         """
         if not len(texts):
             raise SelectionError("there are no texts to embed")
@@ -106,7 +106,7 @@ class FeatureCache:
         return ShardedRows(files, lengths, width, dtype)
 
     def _intact(self, path: Path, rows: int, dtype: Stored) -> int | None:
-        """The width of the shard at `path`, or None where it is absent or not what it should be."""
+        """Return the width of the shard at `path`, or None if it is missing or broken."""
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +129,7 @@ class FeatureCache:
             handle.write(hashlib.sha256(content).digest())
 
     def _sweep(self) -> None:
-        """Remove what killed processes of this machine left; those that still run keep theirs."""
+        """Remove temporary files of killed processes of this machine; running processes keep theirs."""
         for leftover in self.directory.glob(".*.tmp"):
             with contextlib.suppress(ValueError, IndexError, OSError):
                 if not _alive(int(leftover.name.split(".")[-3])):
@@ -138,9 +138,9 @@ class FeatureCache:
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that becomes `path` on normal exit and vanishes otherwise.
+    """Open a file that becomes `path` on normal exit and is removed otherwise.
 
-    Raises SelectionError where it cannot be written, OSError where the disk is full.
+    Raises SelectionError if it cannot be written, OSError if the disk is full.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -162,7 +162,7 @@ def written_whole(path: Path) -> Iterator[IO[bytes]]:
 def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:
     digest = hashlib.sha256()
     for part in (key, dtype, *texts):
-        # The length before each part: where one ends must not be a matter of what it holds.
+        # Each part is preceded by its length, so that different splits of the same bytes have different digests.
         raw = part.encode("utf-8", "surrogatepass")
         digest.update(len(raw).to_bytes(8, "little"))
         digest.update(raw)
@@ -170,7 +170,7 @@ def _shard_name(key: str, dtype: str, texts: Sequence[str]) -> str:
 
 
 def _stored(features: np.ndarray, rows: int, dtype: Stored, first: int) -> np.ndarray:
-    """`features` in the type they are kept in; SelectionError where they cannot be."""
+    """Convert `features` to the stored dtype; raise SelectionError if that is impossible."""
     if features.ndim != 2 or len(features) != rows or not features.shape[1]:
         raise SelectionError(f"the embedder must return ({rows}, d) for {rows} texts, not {features.shape}")
     with np.errstate(over="ignore"):

@@ -1,9 +1,9 @@
-"""A directory of feature shards: what jobs on a cluster leave, and `--pool-features DIR` reads. Documented for writers
-of any kind in docs/feature-shards.md.
+"""Directory of feature shards, as written by cluster jobs and read by `--pool-features DIR`; format for other writers:
+docs/feature-shards.md.
 
-`manifest.json` says what there is; `NAME.npy` holds the rows of a shard, `NAME.ids` beside it, where there are ids, one
-of them a line (UTF-8). Shards follow one another as the manifest lists them. Nothing is taken on trust: every file is
-compared with the manifest by header, length and SHA-256 before a row is used, and no id may come twice.
+`manifest.json` lists the shards; `NAME.npy` holds the rows of a shard, `NAME.ids`, if present, one id per line (UTF-8).
+Shards are concatenated in the order of the manifest. Every file is checked against the manifest by header, length and
+SHA-256 before a row is used, and ids must be unique.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TYPES = ("float16", "float32", "float64")
 
 
 class FeatureDirectory(ShardedRows):
-    """The rows of all shards, (rows, dim), read when they are asked for."""
+    """Rows of all shards, (rows, dim), read on demand."""
 
     def __init__(self, directory: Path, manifest: dict[str, Any]):
         shards = manifest["shards"]
@@ -36,15 +36,16 @@ class FeatureDirectory(ShardedRows):
         self.has_ids: bool = manifest["ids"]
 
     def ids(self) -> Iterator[str]:
-        """Every row's id, in order; nothing where there are none."""
+        """Yield every row's id, in order; nothing if there are no ids."""
         for file in self.files if self.has_ids else ():
             yield from _lines(file.with_suffix(".ids"))
 
 
 def seal(directory: str | Path) -> Path:
-    """Write the manifest of the shards `*.npy` (in the order of their names) that lie in `directory`; its path.
+    """Write the manifest of the shards `*.npy` in `directory`, in the order of their names; return its path.
 
-    Raises SelectionError for shards that do not go together, and ids beside some of them only or of another number.
+    Raises SelectionError for shards that do not match, and for .ids files that are missing for some shards or have
+    another number of lines.
     """
     root = Path(directory)
     files = sorted(root.glob("*.npy"))
@@ -89,10 +90,10 @@ def seal(directory: str | Path) -> Path:
 
 
 def open_directory(directory: str | Path, flag: str = "features") -> FeatureDirectory:
-    """The checked rows of a directory. A directory whose manifest did not change is checked once a process.
+    """Open a directory and check its shards; an unchanged directory is checked once per process.
 
-    Raises SelectionError: no manifest, or one of another format or version; a shard that is missing, cut off, of
-    another dim or type than the manifest says, or changed since; an id that comes twice.
+    Raises SelectionError: a manifest that is missing or has another format or version; a shard that is missing,
+    truncated, of another dim or dtype than in the manifest, or changed since; a repeated id.
     """
     root = Path(directory)
     path = root / MANIFEST
@@ -105,6 +106,7 @@ def open_directory(directory: str | Path, flag: str = "features") -> FeatureDire
     return _opened(root, flag, status.st_mtime_ns, status.st_size)
 
 
+# The unused arguments are part of the cache key: a changed manifest is checked again.
 @functools.lru_cache(maxsize=8)
 def _opened(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirectory:
     manifest = read_manifest(root / MANIFEST, flag)
@@ -122,7 +124,7 @@ def _opened(root: Path, flag: str, _changed: int, _size: int) -> FeatureDirector
 
 
 def read_manifest(path: Path, flag: str) -> dict[str, Any]:
-    """What a directory's manifest says; no shard is looked at. Raises SelectionError for one that cannot be used."""
+    """Read and validate a directory's manifest, without its shards. Raises SelectionError if it is invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
@@ -188,7 +190,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _twice(rows: FeatureDirectory) -> str | None:
-    """The first id that comes again, None where there is none. 8 bytes an id; names only where digests meet."""
+    """Return the first repeated id, or None. Takes 8 bytes per id; names are compared only where digests collide."""
     if not rows.has_ids:
         return None
 

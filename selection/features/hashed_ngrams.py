@@ -1,5 +1,7 @@
-"""Word n-grams of a text hashed into few signed counters: features without anything to fit, so that any number of
-machines make the same (Weinberger et al. 2009, arXiv 0902.2206)."""
+"""Word n-grams of a text hashed into a fixed number of signed counters.
+
+Nothing is fitted, so that any number of machines compute the same features (Weinberger et al. 2009, arXiv 0902.2206).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,9 @@ from flatshift.selection.lazy import np
 
 
 class HashedNgrams:
-    """texts → (n, dim) float32. Callable; two texts' inner product estimates that of their n-gram counts, scaled to 1.
+    """Callable texts → (n, dim) float32; inner products estimate those of n-gram counts, scaled to norm 1.
 
-    dim: counters. longest: words of the longest n-grams. A text without a word is a row of zeros.
-
+    dim: number of counters. longest: words of the longest n-grams. A text without a word is a row of zeros.
     Raises SelectionError for a size below 1.
     """
 

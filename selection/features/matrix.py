@@ -1,5 +1,4 @@
-"""Feature matrices that live on disk and look like arrays to a selector: in shards, a part of one, or your own
-`.npy`."""
+"""Feature matrices on disk that look like arrays to a selector: sharded, a subset of rows, or your own `.npy`."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ class PrecomputedFeatures:
 
     kind: Literal["features"] = "features"
     pool: str = ""
-    """`.npy` file, N×d, or a directory of feature shards with its `manifest.json` (docs/feature-shards.md). It, as the
-    others, may be an address, s3://bucket/features, which is copied into `select.cache`."""
+    """`.npy` file, N×d, or a directory of feature shards with its `manifest.json` (docs/feature-shards.md). This and
+    the others may also be an address, s3://bucket/features, which is copied into `select.cache`."""
     target: str = ""
     """`.npy` file, M×d."""
     negative: str = ""
@@ -27,7 +26,7 @@ class PrecomputedFeatures:
 
 
 class _LazyRows:
-    """(N, d), read-only. `rows[low:high]`, `rows[numbers]`, `rows[mask]` copy those rows; `rows[i]` one of them."""
+    """Read-only rows (N, d): `rows[low:high]`, `rows[numbers]`, `rows[mask]` copy those rows; `rows[i]` one of them."""
 
     shape: tuple[int, int]
     dtype: np.dtype[Any]
@@ -70,7 +69,7 @@ class _LazyRows:
 
 
 class ShardedRows(_LazyRows):
-    """The rows of several `.npy` files one after another, each mapped when it is read."""
+    """Rows of several concatenated `.npy` files, each memory-mapped when it is read."""
 
     def __init__(self, files: Sequence[Path], lengths: Sequence[int], dim: int, dtype: Any):
         self.files = tuple(files)
@@ -101,7 +100,7 @@ class ShardedRows(_LazyRows):
 
 
 class TakenRows(_LazyRows):
-    """Rows `index` (N,) of another matrix, fetched when they are asked for."""
+    """Rows `index` (N,) of another matrix, read on demand."""
 
     def __init__(self, source: Any, index: np.ndarray):
         self.source = source
@@ -117,7 +116,7 @@ class TakenRows(_LazyRows):
 
 
 class RowRange(_LazyRows):
-    """Rows [low, high) of another matrix, fetched when they are asked for."""
+    """Rows [low, high) of another matrix, read on demand."""
 
     def __init__(self, source: Any, low: int, high: int):
         self.source = source
@@ -133,7 +132,7 @@ class RowRange(_LazyRows):
 
 
 def sent_rows(x: Any, low: int, high: int) -> Any:
-    """Rows [low, high) of `x` as another process can be sent them: what lies on disk by the name of its files."""
+    """Return rows [low, high) of `x` in a form to send to another process: rows on disk as the names of their files."""
     if isinstance(x, TakenRows):
         return TakenRows(sent_rows(x.source, 0, len(x.source)), x.index[low:high])
     if isinstance(x, np.memmap):
@@ -142,10 +141,10 @@ def sent_rows(x: Any, low: int, high: int) -> Any:
 
 
 def load_features(path: str | Path, *, rows: int | None = None, flag: str = "features") -> np.ndarray:
-    """A `.npy` matrix as a read-only memory map; nothing in it is executed.
+    """Open a `.npy` matrix as a read-only memory map; nothing in it is executed.
 
-    rows: how many records it must have a row for. flag: what the caller's user knows the file by, for messages.
-    Raises SelectionError for a missing or foreign file, a wrong shape or type, or a row count that does not match.
+    rows: required number of rows, one per record. flag: the user's name for the file, for messages.
+    Raises SelectionError for a missing or foreign file, a wrong shape or dtype, or another number of rows.
     """
     path = Path(path)
     if path.exists() and not path.is_file():
@@ -158,7 +157,7 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
         raise SelectionError(f"{flag}: {path} does not exist") from None
     except MemoryError:
         raise SelectionError(f"{flag}: {path} claims more numbers than memory holds; save it again") from None
-    except Exception as error:  # the header is Python text, and a damaged one fails in ways of every kind
+    except Exception as error:  # the header is Python text, and a damaged one raises errors of any kind
         told = (str(error).splitlines() or [type(error).__name__])[0]
         told = "its header is damaged" if told.startswith(("Cannot parse header", "malformed")) else told[:120]
         raise SelectionError(f"{flag}: {path} is not a readable .npy file of numbers ({told})") from error
@@ -178,4 +177,4 @@ def load_features(path: str | Path, *, rows: int | None = None, flag: str = "fea
 
 def _is_npy(path: Path) -> bool:
     with path.open("rb") as handle:
-        return handle.read(4) in (b"\x93NUM", b"PK\x03\x04")  # an archive of arrays is told of below
+        return handle.read(4) in (b"\x93NUM", b"PK\x03\x04")  # an archive of arrays is reported by load_features

@@ -1,6 +1,5 @@
-"""Last hidden states of any model, handed in by a callable, pooled to one vector a text; and the
-sentence-transformers layout, read without its package: which pooling, which length, whether to normalise.
-"""
+"""Pooling of a model's last hidden states to one vector per text, for any model given as a callable; and the
+sentence-transformers layout (pooling, length, normalisation), read without its package."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from flatshift.selection.lazy import np
 from flatshift.selection.validation import check
 
 EncodeBatch = Callable[[list[str]], tuple[Any, Any]]
-"""texts of a batch -> (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""
+"""Function texts of a batch → (last hidden states (B, T, D), mask (B, T) that is 1 on real tokens); torch or NumPy."""
 Pooling = Literal["mean", "cls", "max", "last"]
 """`mean`, `max`: over real tokens; `cls`: the first real token; `last`: the last real token."""
 POOLINGS: tuple[str, ...] = get_args(Pooling)
@@ -27,7 +26,7 @@ class BackboneEmbedder:
 
     kind: Literal["backbone"] = "backbone"
     max_length: int = 256
-    """Tokens read of each text."""
+    """Maximum number of tokens per text."""
 
     def __post_init__(self) -> None:
         check(self, "max_length", least=1)
@@ -35,22 +34,22 @@ class BackboneEmbedder:
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients of a light adapter on the backbone, text by text, preconditioned as Adam does and projected (for
-    `less`, `round-robin`, gotd and others). A forward and a backward pass of every text."""
+    """Per-text gradients of a light adapter on the backbone, preconditioned as in Adam and projected (for `less`,
+    `round-robin`, gotd and others). One forward and backward pass per text."""
 
     kind: Literal["gradients"] = "gradients"
     rank: int = 4
-    """Of the adapter; its factors B are what gradients are taken of, at B = 0."""
+    """Rank of the adapter; gradients are taken with respect to its factors B, at B = 0."""
     dim: int = 1024
-    """Numbers that a gradient is projected to (a subsampled randomised Hadamard transform)."""
+    """Dimension after projection (a subsampled randomised Hadamard transform)."""
     max_length: int = 128
-    """Tokens read of each text."""
+    """Maximum number of tokens per text."""
     batch_size: int = 16
-    """Texts of one pass."""
+    """Texts per pass."""
     adam: bool = True
-    """Divide by the root of each number's second moment, as Adam's updates are."""
+    """Divide each entry by the root of its second moment, as in Adam's steps."""
     moment_texts: int = 256
-    """Pool texts, drawn by seed, that second moments are taken over."""
+    """Pool texts, drawn by seed, for the second moments."""
 
     def __post_init__(self) -> None:
         check(self, "rank", "dim", "batch_size", "moment_texts", least=1)
@@ -59,17 +58,17 @@ class Gradients:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderEmbedder:
-    """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout is
-    read as such: its pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""
+    """Pooled last hidden states of any Hugging Face encoder or decoder. A directory in sentence-transformers' layout
+    sets its own pooling, normalisation, prompt and length; any other: masked mean, L2-normalised."""
 
     kind: Literal["encoder"] = "encoder"
     path: str = ""
     """Hub name or local directory."""
     max_length: int = 256
-    """Tokens read of each text; no more than a sentence-transformers directory allows."""
+    """Maximum number of tokens per text; capped by a sentence-transformers directory's own limit."""
     pooling: Literal["auto", "mean", "cls", "max", "last"] = "auto"
-    """How a text's states become one vector, normalised; `auto`: as the directory says in all things, else `mean` over
-    its tokens."""
+    """Pooling of a text's states to one normalised vector; `auto`: the directory's own settings, else `mean` over the
+    text's tokens."""
 
     def __post_init__(self) -> None:
         check(self, "max_length", least=1)
@@ -84,11 +83,11 @@ def pool_features(
     normalise: bool = True,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> np.ndarray:
-    """A model's last hidden states, pooled over each text: float32 (len(texts), D), in the order of `texts`.
+    """Pool a model's last hidden states over each text: float32 (len(texts), D), in the order of `texts`.
 
-    pooling: see `Pooling`. normalise: to L2 norm 1. Texts are encoded in order of length, so that batches carry little
-    padding. A text without a token gets the zero vector. Raises SelectionError where the callable returns other
-    shapes, or states that are not finite.
+    pooling: see `Pooling`. normalise: to L2 norm 1. Texts are encoded in order of length, so that batches have little
+    padding. A text without a token gets the zero vector. Raises SelectionError if the callable returns other shapes, or
+    states that are not finite.
     """
     if batch_size < 1:
         raise SelectionError(f"batch_size must be at least 1, not {batch_size}")
@@ -120,7 +119,7 @@ def pool_features(
 
 
 def _pooled(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
-    """(B, D) of states (B, T, D) and mask (B, T) bool. Rows without a real token are 0."""
+    """Pool states (B, T, D) with mask (B, T) bool to (B, D). Rows without a real token are 0."""
     some: np.ndarray = np.asarray(real.any(axis=1))
     if not real.shape[1]:  # no text of the batch has a token
         return np.zeros((len(hidden), hidden.shape[2]), dtype=np.float32)
@@ -128,7 +127,7 @@ def _pooled(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
         steps = real.shape[1]
         place = real.argmax(axis=1) if pooling == "cls" else steps - 1 - real[:, ::-1].argmax(axis=1)
         return np.where(some[:, None], hidden[np.arange(len(hidden)), place], 0.0)
-    # Padding is cut out, not multiplied by zero: some attention kernels leave NaN in rows that saw nothing.
+    # Padding is masked out, not multiplied by zero: some attention kernels leave NaN in fully masked rows.
     if pooling == "max":
         return np.where(some[:, None], np.where(real[:, :, None], hidden, -np.inf).max(axis=1, initial=-np.inf), 0.0)
     weight = real.astype(np.float32)
@@ -137,7 +136,7 @@ def _pooled(hidden: np.ndarray, real: np.ndarray, pooling: str) -> np.ndarray:
 
 
 def normalised(features: np.ndarray) -> np.ndarray:
-    """Rows with L2 norm 1 as float32; zero rows stay zero."""
+    """Scale rows to L2 norm 1 as float32; zero rows stay zero."""
     wide = features.astype(np.float64)
     norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
     return (wide / np.where(norms > 0, norms, 1.0)).astype(np.float32)
@@ -162,24 +161,24 @@ _NAMES: dict[str, Pooling] = {"cls": "cls", "mean": "mean", "max": "max", "lastt
 
 @dataclass(frozen=True)
 class SentenceLayout:
-    """What a sentence-transformers directory says beside its transformer."""
+    """Settings of a sentence-transformers directory other than its transformer."""
 
     transformer: Path
-    """The directory with config.json and the weights."""
+    """Directory with config.json and the weights."""
     pooling: Pooling
     normalise: bool
     max_length: int | None
-    """Tokens read of a text, or None where the directory does not say."""
+    """Maximum number of tokens per text, or None if the directory does not set it."""
     lower: bool
-    """Texts are lower-cased first."""
+    """True if texts are lower-cased first."""
     prompt: str
-    """What is put before every text."""
+    """Prefix of every text."""
 
 
 def read_layout(directory: str | Path) -> SentenceLayout | None:
-    """The layout of `directory`, or None where it is no sentence-transformers directory (no modules.json).
+    """Read the layout of `directory`; None if it is no sentence-transformers directory (no modules.json).
 
-    Raises SelectionError for a layout that would be followed only in part: modules or poolings that are not known.
+    Raises SelectionError for unknown modules or poolings, rather than following a layout only in part.
     """
     root = Path(directory)
     if not (root / "modules.json").is_file():
@@ -216,7 +215,7 @@ def read_layout(directory: str | Path) -> SentenceLayout | None:
 
 
 def transformer_folder(directory: str | Path) -> Path:
-    """Where the transformer of `directory` lies: a folder that modules.json names, or the directory itself."""
+    """Return the folder of the transformer of `directory`: the one in modules.json, or the directory itself."""
     root = Path(directory)
     modules = read_json(root / "modules.json", list) if (root / "modules.json").is_file() else []
     named = (str(m.get("path", "")) for m in modules if str(m.get("type", "")).endswith(".Transformer"))
@@ -254,7 +253,8 @@ def _prompt(path: Path) -> str:
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """The JSON of a model's file: an object (`kind` dict), or an array of objects (list). Raises SelectionError."""
+    """Read the JSON of a model's file: an object (`kind` dict), or an array of objects (list). Raises
+    SelectionError."""
     try:
         value: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

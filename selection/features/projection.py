@@ -1,7 +1,7 @@
 """Random projections of long gradients to a few thousand numbers, on the CPU, without a matrix in memory.
 
-Both keep inner products in expectation, with a variance of about (|x|²|y|² + ⟨x, y⟩²)/dim (Johnson and Lindenstrauss;
-Achlioptas 2003 for signs, Ailon and Chazelle 2009 for the transform). What trak's CUDA `fast_jl` is used for.
+Both kinds preserve inner products in expectation, with a variance of about (|x|²|y|² + ⟨x, y⟩²)/dim (Johnson and
+Lindenstrauss; Achlioptas 2003 for signs, Ailon and Chazelle 2009 for the transform). Replaces trak's CUDA `fast_jl`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 from flatshift.selection.errors import SelectionError
 
 _BLOCK = 1024
-"""Input columns whose signs exist at once. Part of the definition: it decides which generator draws which sign."""
+"""Input columns whose signs exist at once. Part of the definition: it determines which generator draws which sign."""
 
 
 class RandomProjection:
-    """x (n, width) → (n, dim) float32, linear and fixed by (dim, seed, kind): pool and target need the same three.
+    """Linear map x (n, width) → (n, dim) float32, determined by (dim, seed, kind): pool and target need the same three.
 
     kind "rademacher": independent signs ±1/√dim, drawn block by block from a counter generator keyed by (seed, block);
-    2·n·width·dim operations. "srht": signs, Walsh-Hadamard transform, `dim` of its outputs (drawn by seed);
-    n·width·log width operations, and the better choice above a few hundred dimensions. Depends on the width as well.
+    2·n·width·dim operations. "srht": signs, Walsh-Hadamard transform, `dim` of its outputs (drawn by seed); n·width·log
+    width operations, and the better choice above a few hundred dimensions. Depends on the width as well.
     """
 
     def __init__(self, dim: int, *, seed: int = 0, kind: str = "rademacher"):
@@ -36,7 +36,8 @@ class RandomProjection:
         self.kind = kind
 
     def project(self, x: Any, *, chunk: int | None = None) -> np.ndarray:
-        """(n, dim) float32 for a matrix or memory map (n, width); chunk: rows at once, which changes nothing.
+        """Return (n, dim) float32 for a matrix or memory map (n, width); chunk: rows at once, which does not affect the
+        result.
 
         Raises SelectionError for another shape or numbers that are not finite.
         """
@@ -46,7 +47,7 @@ class RandomProjection:
         return self._signed(x, chunk) if self.kind == "rademacher" else self._transformed(x, chunk)
 
     def _signed(self, x: Any, chunk: int | None) -> np.ndarray:
-        """Block of columns by block of columns, so that each sign is drawn once however many rows there are."""
+        """Project block of columns by block of columns, so that each sign is drawn once for any number of rows."""
         out = np.zeros((x.shape[0], self.dim), dtype=np.float32)
         step = chunk or 8192
         for block, left in enumerate(range(0, x.shape[1], _BLOCK)):
@@ -58,7 +59,7 @@ class RandomProjection:
         return out
 
     def _block(self, block: int, width: int) -> np.ndarray:
-        """Signs (width, dim) float32 of the columns from block·1024 on."""
+        """Draw the signs (width, dim) float32 of the columns from block·1024 on."""
         generator = np.random.Generator(np.random.Philox(key=[self.seed, 0x5167 + (block << 16)]))
         bits = np.unpackbits(np.frombuffer(generator.bytes(-(-width * self.dim // 8)), dtype=np.uint8))
         signs = bits[: width * self.dim].reshape(width, self.dim).astype(np.float32)
@@ -88,7 +89,7 @@ class RandomProjection:
 
 
 def _hadamard(rows: np.ndarray) -> None:
-    """The Walsh-Hadamard transform of each row, in place, not scaled; the width is a power of two."""
+    """Apply the unscaled Walsh-Hadamard transform to each row, in place; the width is a power of two."""
     half = 1
     while half < rows.shape[1]:
         pairs = rows.reshape(len(rows), -1, 2, half)

@@ -1,9 +1,9 @@
-"""One shard of features for each file of documents, written by the map of any engine; a step of a datatrove pipeline.
+"""Writer of one feature shard per file of documents, for any data engine; a step of a datatrove pipeline.
 
     LocalPipelineExecutor([JsonlReader("pool"), ShardWriter("features", HashedNgrams())], tasks=files, …).run()
     seal("features")
 
-datatrove takes any callable of (documents, rank, world_size) as a step; nothing of it is imported here.
+datatrove takes any callable of (documents, rank, world_size) as a step; it is not imported here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TEXTS = 512
 
 
 class Document(Protocol):
-    """What datatrove's readers give."""
+    """Document as given by datatrove's readers."""
 
     text: str
     id: str
@@ -30,17 +30,17 @@ class Document(Protocol):
 
 
 class ShardWriter:
-    """Writes `part-<rank>.npy` and `part-<rank>.ids` into a directory for `seal`, and hands the documents on.
+    """Writes `part-<rank>.npy` and `part-<rank>.ids` into a directory for `seal`, and passes the documents on.
 
-    directory: of the shards. embed: texts → (n, dim), the same in every task; it travels to them pickled. dtype: of the
-    rows in the files. ids: whether ids are written beside, so that a shuffled shard is found later.
+    directory: of the shards. embed: texts → (n, dim), the same in every task; it is pickled for them. dtype: of the
+    stored rows. ids: also write ids, so that a shuffled shard can be matched later.
 
-    The rows of one task are held in memory. Both files appear whole or not at all, rows last; a task that runs again
-    writes the same files anew. Where several tasks share the work each has to read one file, so that the shards follow
-    one another as the files do.
+    The rows of one task are held in memory. Both files are written atomically, rows last; a task that runs again writes
+    the same files again. If several tasks share the work, each has to read one file, so that the order of shards is
+    that of the files.
 
-    Raises SelectionError for a task that reads a second file beside other tasks, an id with a line break, and features
-    of another number of rows.
+    Raises SelectionError for a task that reads a second file while there are other tasks, an id with a line break, and
+    features of another number of rows.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ShardWriter:
         self.directory, self.embed, self.dtype, self.ids = Path(directory).absolute(), embed, dtype, ids
 
     def __call__(self, documents: Iterable[Document], rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        """Takes the documents of a task, writes its shard when they end, and yields them."""
+        """Yield the documents of a task, and write its shard at their end."""
         rows: list[np.ndarray] = []
         names: list[str] = []
         file: str | None = None

@@ -1,4 +1,4 @@
-"""Static word vectors: a table of vectors, looked up token by token and averaged. No model runs.
+"""Static word vectors: a table of vectors, looked up token by token and averaged. No model is run.
 
 Layouts: model2vec (model.safetensors, tokenizer.json, config.json), sentence-transformers' StaticEmbedding, and the
 text format of word2vec, GloVe and fastText (`word v1 … vd` a line, with or without a first line `rows columns`).
@@ -23,30 +23,30 @@ from flatshift.selection.validation import check
 _BATCH = 4096
 _WORDS = re.compile(r"\w+|[^\w\s]")
 Tokenise = Callable[[list[str]], list[list[int]]]
-"""texts -> rows of the table for each text's tokens; tokens without a row are left out."""
+"""Function texts → rows of the table for each text's tokens; tokens without a row are omitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """Mean of static word vectors (model2vec or sentence-transformers' StaticEmbedding, or a text file as word2vec,
-    GloVe and fastText write). No model runs."""
+    """Mean of static word vectors (model2vec or sentence-transformers' StaticEmbedding, or a text file of word2vec,
+    GloVe or fastText). No model is run."""
 
     kind: Literal["static"] = "static"
     path: str = ""
     """Local directory with model.safetensors and tokenizer.json, or a .txt or .vec file (also .gz)."""
     max_length: int = 512
-    """Tokens read of each text."""
+    """Maximum number of tokens per text."""
 
     def __post_init__(self) -> None:
         check(self, "max_length", least=1)
 
 
 class StaticEmbedder:
-    """The mean of the vectors of a text's tokens: float32 (n, d). A text without a known token gets the zero vector.
+    """Mean of the vectors of a text's tokens: float32 (n, d). A text without a known token gets the zero vector.
 
     path: a directory of model2vec's or sentence-transformers' static layout, or a text file of word vectors (.txt,
-    .vec, also .gz). max_tokens: tokens read of each text, from its start. normalise: L2 norm 1; None: as the layout
-    says, and True for a text file. Reading happens in the constructor, and raises SelectionError.
+    .vec, also .gz). max_tokens: tokens used per text, from its start. normalise: to L2 norm 1; None: as set in the
+    layout, and True for a text file. Files are read in the constructor, which raises SelectionError.
     """
 
     def __init__(self, path: str | Path, *, max_tokens: int = 512, normalise: bool | None = None):
@@ -84,7 +84,7 @@ class StaticEmbedder:
         return digest.hexdigest()
 
     def transform(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 (len(texts), d)."""
+        """Return the vectors, float32 (len(texts), d)."""
         from scipy.sparse import csr_matrix
 
         out = np.zeros((len(texts), self.dim), dtype=np.float32)
@@ -120,7 +120,7 @@ def _from_directory(root: Path) -> tuple[np.ndarray, Tokenise, bool]:
             f"only {', '.join(sorted(tensors)) or 'nothing'}"
         )
     table = tensors[name].astype(np.float32)
-    if "mapping" in tensors:  # model2vec: tokens that share a vector
+    if "mapping" in tensors:  # model2vec: several tokens may share a vector
         table = table[tensors["mapping"].astype(np.int64)]
     if "weights" in tensors:
         table = table * tensors["weights"].astype(np.float32).reshape(-1, 1)
@@ -174,7 +174,7 @@ def _by_words(vocabulary: dict[str, int]) -> Tokenise:
 
 
 def _from_text(path: Path) -> tuple[np.ndarray, dict[str, int]]:
-    """The vectors of a text file and each word's row; of a word that comes twice the first counts."""
+    """Read the vectors of a text file and each word's row; for a repeated word the first counts."""
     vocabulary: dict[str, int] = {}
     parts: list[np.ndarray] = []
     width = 0
@@ -186,7 +186,7 @@ def _from_text(path: Path) -> tuple[np.ndarray, dict[str, int]]:
                     width = int(fields[1])
                     continue
                 width = width or len(fields) - 1
-                # Some files have words with spaces in them: the vector is what stands at the end.
+                # Some files have words that contain spaces, so the vector is taken from the end.
                 word = " ".join(fields[:-width]) if width else ""
                 try:
                     vector = np.array(fields[-width:], dtype=np.float32)

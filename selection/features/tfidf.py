@@ -1,6 +1,6 @@
 """Hashing TF-IDF + truncated SVD: the embedder that needs no model and no network.
 
-Words are hashed into the buckets of scikit-learn's HashingVectorizer, several times faster: a word is a run of letters,
+Words get the same buckets as in scikit-learn's HashingVectorizer, several times faster: a word is a run of letters,
 digits and underscores, in lower case; its bucket is |murmur3_32| mod `buckets`. Each distinct word is hashed once; the
 rest is array arithmetic.
 """
@@ -22,7 +22,7 @@ from flatshift.selection.lazy import np
 from flatshift.selection.validation import check
 
 _CHUNK = 4096
-"""Texts whose counts are held at a time."""
+"""Texts counted at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,11 @@ class TfIdf:
 
     kind: Literal["tfidf"] = "tfidf"
     dim: int = 128
-    """Components kept by the SVD."""
+    """Components of the SVD."""
     buckets: int = 2**18
     """Hash buckets."""
     fit_rows: int = 20_000
-    """Texts that document frequencies and SVD are fitted on, at most: the target's first, then a seeded draw of the
+    """Maximum number of texts for fitting document frequencies and SVD: the target's first, then a seeded draw of the
     pool's."""
 
     def __post_init__(self) -> None:
@@ -46,12 +46,12 @@ class TfIdf:
 class TfIdfEmbedder:
     """Hashed bag of words, sublinear TF-IDF, truncated SVD, L2 norm 1. No model, no network, seeded.
 
-    dim: components kept (fewer, with a warning and in `dim_`, where the texts do not span that many). buckets: hash
-    buckets. seed: of the randomised SVD and of the rows it is fitted on. fit_rows: at most so many texts are fitted
-    on, for document frequencies and SVD alike: the target's first (up to half of them, by seed), the rest drawn by
-    seed from the pool. Words that no fitted text holds count for nothing. A text without known words gets the zero
-    vector. Counts are scikit-learn's HashingVectorizer's, weights its TfidfTransformer's, components its
-    TruncatedSVD's; texts are read in chunks and never held.
+    dim: components (fewer, with a warning and in `dim_`, if the texts do not span that many). buckets: hash buckets.
+    seed: of the randomised SVD and of the rows it is fitted on. fit_rows: maximum number of texts for fitting document
+    frequencies and SVD: the target's first (up to half of them, by seed), the rest drawn by seed from the pool. Words
+    that occur in no fitted text are ignored. A text without known words gets the zero vector. Counts are scikit-learn's
+    HashingVectorizer's, weights its TfidfTransformer's, components its TruncatedSVD's; texts are read in chunks and
+    never held.
     """
 
     def __init__(self, *, dim: int = 128, buckets: int = 2**18, seed: int = 0, fit_rows: int = 20_000):
@@ -61,7 +61,7 @@ class TfIdfEmbedder:
         self.fit_rows = fit_rows
 
     def fit_transform(self, pool_texts: Sequence[str], target_texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Fit on pool and target together; returns float32 (N, dim_) and (M, dim_). Raises SelectionError."""
+        """Fit on pool and target together; return float32 (N, dim_) and (M, dim_). Raises SelectionError."""
         self.fit(pool_texts, target_texts)
         return self.transform(pool_texts), self.transform(target_texts)
 
@@ -71,7 +71,7 @@ class TfIdfEmbedder:
         return self
 
     def fit_texts(self, texts: Sequence[str], target_texts: Sequence[str] = ()) -> list[str]:
-        """The texts that `fit` would look at: all, or a sample by seed, in file order, the pool's first."""
+        """Return the texts that `fit` would use: all, or a sample by seed, in file order, the pool's first."""
         if self.dim < 1 or self.buckets < 2 or self.fit_rows < 2:
             raise SelectionError(
                 f"dim must be at least 1, buckets and fit_rows at least 2, not {self.dim}, {self.buckets} "
@@ -83,7 +83,7 @@ class TfIdfEmbedder:
         return pool + _drawn(generator, target_texts, from_target)
 
     def transform(self, texts: Sequence[str]) -> np.ndarray:
-        """float32 (len(texts), dim_)."""
+        """Return float32 (len(texts), dim_)."""
         if not hasattr(self, "dim_"):
             raise SelectionError("TfIdfEmbedder is not fitted yet; call fit or fit_transform first")
         out = np.empty((len(texts), self.dim_), dtype=np.float32)
@@ -93,11 +93,11 @@ class TfIdfEmbedder:
         return out
 
     def state(self) -> dict[str, np.ndarray]:
-        """What was fitted, as arrays: `restore` makes the same embedder of it."""
+        """Return the fitted state as arrays, for `restore`."""
         return {"used": self._used, "idf": self._idf, "components": self._components}
 
     def restore(self, state: dict[str, np.ndarray]) -> Self:
-        """Become the embedder that gave `state` (one with the same settings)."""
+        """Load a `state` of an embedder with the same settings."""
         self._used, self._idf, self._components = state["used"], state["idf"], state["components"]
         self.dim_ = self._components.shape[1]
         self._hasher = WordHasher(self.buckets)
@@ -107,7 +107,7 @@ class TfIdfEmbedder:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the fitted state: equal exactly where `transform` is."""
+        """Digest of the fitted state: equal exactly if `transform` is."""
         digest = hashlib.sha256(str(self.buckets).encode())
         for array in self.state().values():
             digest.update(np.ascontiguousarray(array).data)
@@ -122,7 +122,7 @@ class TfIdfEmbedder:
         counts = WordHasher(self.buckets).counts(texts)
         if counts.nnz == 0:
             raise SelectionError("no text holds a single word; there is nothing to embed")
-        # Empty buckets would have components of 0: without them the SVD works on far fewer columns.
+        # Empty buckets would have components of 0: without them the SVD has far fewer columns.
         used = np.unique(counts.indices)
         counts = counts[:, used]
         tfidf = TfidfTransformer(sublinear_tf=True).fit(counts)
@@ -147,14 +147,14 @@ class TfIdfEmbedder:
         known = column >= 0
         text_of = np.repeat(np.arange(counts.shape[0]), np.diff(counts.indptr))[known]
         ends = np.concatenate([[0], np.cumsum(np.bincount(text_of, minlength=counts.shape[0]))])
-        # The row norm of TF-IDF is left out: it scales a row, and rows are scaled to norm 1 in the end.
+        # The row norm of TF-IDF is omitted: it only scales a row, and rows are scaled to norm 1 at the end.
         weights = (1.0 + np.log(counts.data[known])) * self._idf[column[known]]
         weighted = csr_matrix((weights, column[known], ends), shape=(counts.shape[0], len(self._used)))
         return normalised(weighted @ self._components)
 
 
 def load_fitted(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> None:
-    """Restore `embedder` from `path` (.npz), or call `fit` and write it there whole. A broken file is fitted anew."""
+    """Restore `embedder` from `path` (.npz), or call `fit` and write it there atomically. A broken file is refitted."""
     from flatshift.selection.features.cache import written_whole
 
     try:
@@ -163,7 +163,7 @@ def load_fitted(path: Path, embedder: TfIdfEmbedder, fit: Callable[[], Any]) -> 
             intact = str(stored["fingerprint"]) == embedder.restore(state).fingerprint
     except (OSError, ValueError, KeyError, EOFError, ImportError):
         intact = False
-    except Exception as error:  # zipfile.BadZipFile and zlib.error, without importing them for a check
+    except Exception as error:  # zipfile.BadZipFile and zlib.error, without importing these modules for a check
         if type(error).__module__ not in ("zipfile", "zlib"):
             raise
         intact = False
@@ -183,18 +183,18 @@ def _drawn(generator: np.random.Generator, texts: Sequence[str], count: int) -> 
 _WORDS = re.compile(r"\w+")
 _BATCH = 512
 _REMEMBERED = 1 << 20
-"""Distinct words whose bucket is remembered, at most: about 120 MB."""
+"""Maximum number of distinct words in the bucket table: about 120 MB."""
 
 
 class WordHasher:
-    """texts → CSR counts (len(texts), buckets) float32, rows with sorted columns."""
+    """Word counts of texts as CSR (len(texts), buckets) float32, rows with sorted columns."""
 
     def __init__(self, buckets: int):
         self.buckets = buckets
         self._table = _Buckets(buckets)
 
     def counts(self, texts: Sequence[str]) -> Any:
-        """A scipy CSR matrix; element (i, b) is how many words of text i fall into bucket b."""
+        """Return a scipy CSR matrix; element (i, b) is the number of words of text i in bucket b."""
         from scipy.sparse import csr_matrix
 
         parts = [self._batch(texts[low : low + _BATCH]) for low in range(0, len(texts), _BATCH)]
@@ -205,7 +205,7 @@ class WordHasher:
         return matrix
 
     def _batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Buckets, counts, and how many distinct buckets each text has."""
+        """Return buckets, counts, and the number of distinct buckets of each text."""
         if len(self._table) > _REMEMBERED:
             self._table.clear()
         words = [_WORDS.findall(text.lower()) for text in texts]

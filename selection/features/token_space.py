@@ -1,9 +1,9 @@
-"""Uni- and bigrams of the backbone's tokens as features: sparse TF-IDF, turned into the target's own span without loss.
+"""Uni- and bigrams of the backbone's tokens as features: sparse TF-IDF, projected losslessly to the target's span.
 
-Transport sees distances to M target texts alone. A text's part inside the span of the target's vectors and the length
-of what is left over give all of them exactly, so a sparse row of a hundred thousand columns becomes M + 2 numbers by
-one sparse × dense product. Where the target has more texts than `dim`, the span is cut to its strongest directions, and
-what is left over of both sides counts as orthogonal.
+Transport depends only on distances to M target texts. A text's component in the span of the target's vectors and the
+length of the residual give all of them exactly, so a sparse row of a hundred thousand columns becomes M + 2 numbers by
+one sparse × dense product. If the target has more texts than `dim`, the span is cut to its strongest directions, and
+the residuals of pool and target count as orthogonal.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from flatshift.selection.validation import check
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNgrams:
-    """Uni- and bigrams of the backbone's tokens, TF-IDF of length 1, in the span of the target's texts. Sees case,
-    spacing and punctuation as the backbone does. Offline, no model."""
+    """Uni- and bigrams of the backbone's tokens, TF-IDF of length 1, in the span of the target's texts. Depends on
+    case, spacing and punctuation as the backbone does. Offline, no model."""
 
     kind: Literal["tokens"] = "tokens"
     dim: int = 512
-    """Directions kept of the target's span: up to so many target texts, distances to them are exact."""
+    """Directions of the target's span; distances to up to this many target texts are exact."""
     fit_rows: int = 20_000
-    """Pool texts, drawn by seed, whose document frequencies count."""
+    """Pool texts, drawn by seed, for document frequencies."""
 
     def __post_init__(self) -> None:
         check(self, "dim", "fit_rows", least=1)
 
 
 class TokenNgramEmbedder:
-    """Texts → (n, rank + 2) float32, rank ≤ dim: coordinates in the span of the target's TF-IDF vectors, and what is
-    left over of a text of the pool, and of the target.
+    """Texts → (n, rank + 2) float32, rank ≤ dim: coordinates in the span of the target's TF-IDF vectors, and the
+    residual lengths of pool texts and of target texts.
 
     tokenize, size: the backbone's tokenizer and its vocabulary. Weights: (1 + log count) · (log((1 + n)/(1 + df)) + 1)
     of each uni- and bigram, scaled to length 1, df over `fit_rows` pool texts drawn by seed and the target's. A text
@@ -48,7 +48,7 @@ class TokenNgramEmbedder:
         self.dim, self.fit_rows, self.seed = dim, fit_rows, seed
 
     def fit(self, pool_texts: Sequence[str], target_texts: Sequence[str]) -> Self:
-        """Document frequencies and the target's span. Raises SelectionError for a target without a token."""
+        """Fit document frequencies and the target's span. Raises SelectionError for a target without a token."""
         draw = np.random.Generator(np.random.PCG64([self.seed, 0x70CE5]))
         some = np.arange(len(pool_texts))
         if len(some) > self.fit_rows:
@@ -65,7 +65,7 @@ class TokenNgramEmbedder:
             raise SelectionError("no target text holds a single token; there is nothing to embed")
         self._columns = np.unique(keys)
         rows = self._weighted(text_of, keys, counts, len(target_texts))
-        # Directions by the Gram matrix of the target's rows: M × M, whatever the number of columns.
+        # Directions from the Gram matrix of the target's rows: M × M, whatever the number of columns.
         values, vectors = np.linalg.eigh((rows @ rows.T).toarray())
         kept = np.argsort(-values)[: self.dim]
         kept = kept[values[kept] > 1e-10 * values.max()]
@@ -73,16 +73,16 @@ class TokenNgramEmbedder:
         return self
 
     def transform(self, texts: Sequence[str]) -> np.ndarray:
-        """(n, rank + 2) of texts of the pool."""
+        """Return (n, rank + 2) for texts of the pool."""
         return self._placed(texts, -2)
 
     def transform_target(self, texts: Sequence[str]) -> np.ndarray:
-        """(m, rank + 2) of texts of the target."""
+        """Return (m, rank + 2) for texts of the target."""
         return self._placed(texts, -1)
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what was fitted."""
+        """Digest of the fitted state."""
         digest = hashlib.sha256(str(self.size).encode())
         for array in (self._known, self._idf, self._columns, self._basis):
             digest.update(np.ascontiguousarray(array).data)
@@ -100,7 +100,7 @@ class TokenNgramEmbedder:
         return out
 
     def _counted(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Text, key and count of each distinct uni- and bigram of each text, text by text."""
+        """Return text, key and count of each distinct uni- and bigram of each text, text by text."""
         rows = TokenRows.of(self.tokenize(texts), self.size)
         keys, text_of = grams(*rows.part(0, len(rows)), self.size)
         order = np.lexsort((keys, text_of))

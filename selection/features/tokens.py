@@ -1,4 +1,4 @@
-"""Texts as token numbers of the backbone's own tokenizer, end to end in one array, in memory or on disk."""
+"""Texts as token ids of the backbone's own tokenizer, concatenated in one array, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from flatshift.selection.errors import SelectionError
 from flatshift.selection.lazy import np
 
 CHUNK = 8192
-"""Texts whose tokens are looked at together."""
+"""Texts whose tokens are processed together."""
 _RESIDENT = 1 << 26
-"""Bytes of a file that may be read before its pages are handed back to the system, which keeps them while it can."""
+"""Bytes of a mapped file read before its pages are released to the system, which would otherwise keep them."""
 Tokenize = Callable[[list[str]], Sequence[Sequence[int]]]
-"""texts -> the token numbers of each, without special tokens."""
+"""Function texts → the token ids of each, without special tokens."""
 
 
 class TokenRows(Sequence[Any]):
-    """The tokens of N texts: row i is an integer array. 8 bytes a row in memory beside `flat`.
+    """Tokens of N texts: row i is an integer array. 8 bytes a row in memory, in addition to `flat`.
 
     flat (T,): all tokens, an array, or one over the file `mapped`, of which at most 64 MiB stay in memory while `parts`
-    reads it. ends (N,) int64: where each text ends in it. size: tokens are below it (the vocabulary).
+    reads it. ends (N,) int64: end of each text in `flat`. size: vocabulary size, above all tokens.
     """
 
     def __init__(self, flat: Any, ends: Any, size: int, mapped: mmap.mmap | None = None):
@@ -32,7 +32,7 @@ class TokenRows(Sequence[Any]):
 
     @classmethod
     def of(cls, rows: Sequence[Sequence[int]], size: int) -> TokenRows:
-        """Of rows in memory. Raises SelectionError for a token that is not below `size`."""
+        """Build from rows in memory. Raises SelectionError for a token that is not below `size`."""
         parts = [np.asarray(row, dtype=np.int64) for row in rows]
         flat = np.concatenate([np.empty(0, np.int64), *parts])
         if len(flat) and not 0 <= flat.min() <= flat.max() < size:
@@ -48,7 +48,8 @@ class TokenRows(Sequence[Any]):
         path: Path,
         progress: Callable[[int], None] | None = None,
     ) -> TokenRows:
-        """Of texts read a chunk at a time, on disk: the file at `path` goes when the rows do, or with the process."""
+        """Build on disk from texts read a chunk at a time: the file at `path` is removed with the rows, or with the
+        process."""
         kind, ends, total = np.dtype(_narrow(size)), [np.empty(0, np.int64)], 0
         try:
             with path.open("wb") as sink:
@@ -84,17 +85,17 @@ class TokenRows(Sequence[Any]):
 
     @property
     def lengths(self) -> np.ndarray:
-        """(N,) int64: tokens of each text."""
+        """Number of tokens of each text, (N,) int64."""
         return np.diff(self.ends, prepend=0)
 
     def part(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and lengths of texts [low, high)."""
+        """Return tokens and lengths of texts [low, high)."""
         start = int(self.ends[low - 1]) if low else 0
         ends = self.ends[low:high]
         return np.asarray(self.flat[start : int(ends[-1]) if len(ends) else start]), np.diff(ends, prepend=start)
 
     def parts(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Number of its first text, tokens, and lengths of one chunk after another."""
+        """Yield the number of the first text, tokens, and lengths of one chunk after another."""
         read = 0
         for low in range(0, len(self), CHUNK):
             flat, lengths = self.part(low, min(low + CHUNK, len(self)))
@@ -105,7 +106,7 @@ class TokenRows(Sequence[Any]):
                 read = 0
 
     def take(self, rows: Any) -> TokenRows:
-        """The rows with these numbers, in memory."""
+        """Return the rows with these numbers, in memory."""
         return TokenRows.of([self[int(row)] for row in rows], self.size)
 
 
@@ -115,12 +116,13 @@ def _narrow(size: int) -> type:
 
 
 def text_sums(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Sum of each consecutive run of `lengths` values, 0 for an empty run; a run's sum does not see its neighbours."""
+    """Sum each consecutive run of `lengths` values, 0 for an empty run; rounding in a run does not depend on the
+    others."""
     return np.bincount(np.repeat(np.arange(len(lengths)), lengths), weights=values, minlength=len(lengths))
 
 
 def grams(flat: np.ndarray, lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys (uint64) of all uni- and bigrams of some texts, and the number (int64) of each one's text.
+    """Return the keys (uint64) of all uni- and bigrams of some texts, and the number (int64) of each one's text.
 
     Unigrams first, then bigrams; a unigram's key is its token, a bigram's is above `size`.
     """

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_HOME = {"Cleaned": "steps", "Reference": "steps", "clean": "steps", "Listed": "listed"}  # these bring NumPy
+_HOME = {"Cleaned": "steps", "Reference": "steps", "clean": "steps", "Listed": "listed"}  # these import NumPy
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,12 @@
 """n-gram decontamination by the rules of Megatron-LM's task filter (tools/openwebtext/filter_ngrams.py, MT-NLG).
 
-Words are runs of letters, digits and underscores in lower case; 13 of them in a row that an evaluation text also has
-are contamination. The record is split there: the shared words and 200 characters on both sides go, and from there to
-the nearest end of a sentence (`.`, `!` or `?`); pieces under 200 characters go; the rest of the text is looked through
-again; more than 10 pieces, or none: the record goes. N-grams with 10 or more occurrences in the pool are ordinary
-phrases.
+Words are runs of letters, digits and underscores in lower case; 13 consecutive words shared with an evaluation text are
+contamination. The record is split there: the shared words and 200 characters on both sides are removed, and further
+text up to the nearest end of a sentence (`.`, `!` or `?`); pieces under 200 characters are dropped; the rest of the
+text is searched again; with more than 10 pieces, or none, the record is dropped. N-grams with 10 or more occurrences in
+the pool are ordinary phrases.
 
-Ours differs in two things: the end of the shared words is where they end in the text (there: the length of the words
+Two differences from the original: the end of the shared words is their end in the text (there: the length of the words
 joined by blanks), and every occurrence of an n-gram is counted (there: not those that overlap an earlier match).
 """
 
@@ -26,17 +26,17 @@ _FILTER_BITS = 20
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lower case, in the order and number in which `WORDS` finds them."""
+    """Return the words of a text in lower case, in the order and number found by `WORDS`."""
     if text.isascii():
         return WORDS.findall(text.lower())
-    return [word.lower() for word in WORDS.findall(text)]  # lower() of the whole might move the borders of words
+    return [word.lower() for word in WORDS.findall(text)]  # lower() of the whole text might move the borders of words
 
 
 class Decontaminator:
     """Finds evaluation n-grams in pool texts and cuts them out.
 
     finder = Decontaminator(settings, evaluation_texts); finder.match(batch) for every batch of the pool; then
-    finder.contaminated(alive), and finder.cut(text) for each row that it names.
+    finder.contaminated(alive), and finder.cut(text) for each row that it returns.
     """
 
     def __init__(self, settings: hygiene_config.Decontaminate, evaluation: Sequence[str]):
@@ -54,7 +54,7 @@ class Decontaminator:
             hashes, _ = windows(codes, counts, size)
             found.setdefault(size, []).append(hashes)
             owners.setdefault(size, []).append(np.full(len(hashes), row))
-        # For each length, longest first: the sorted hashes, whose text each is from, and where its numbers begin.
+        # For each length, longest first: the sorted hashes, the text of each, and the first of their numbers.
         self._tables: list[tuple[int, np.ndarray, np.ndarray, int]] = []
         self.ngrams = 0
         self._maybe = np.zeros(1 << _FILTER_BITS, dtype=bool)
@@ -69,7 +69,7 @@ class Decontaminator:
         self.diagnostics: dict[str, Any] = {"ngrams": self.ngrams, "too_short": too_short}
 
     def match(self, texts: Sequence[str]) -> None:
-        """Take the next rows of the pool, as they are."""
+        """Match the next rows of the pool, as they are."""
         codes, counts = self._words.codes([words_of(text) for text in texts])
         for size, table, _, base in self._tables:
             hashes, kept = windows(codes, counts, size)
@@ -81,9 +81,9 @@ class Decontaminator:
         self._seen += len(texts)
 
     def contaminated(self, alive: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(rows, owner): the rows that hold contamination, ascending, and the evaluation text each shares it with.
+        """Return (rows, owner): the contaminated rows, ascending, and the evaluation text that each shares words with.
 
-        alive: (N,) bool, the rows that still stand; only they are counted when ordinary phrases are told apart.
+        alive: (N,) bool, the rows not dropped yet; only they count for identifying ordinary phrases.
         """
         every_row, every_hit = self._rows.array(), self._hits.array()
         if self.settings.common is not None:
@@ -93,7 +93,7 @@ class Decontaminator:
                 occurs += np.bincount(every_hit[low:high][standing], minlength=self.ngrams)
             self._leak = occurs < self.settings.common
         self.diagnostics["common"] = int((~self._leak).sum())
-        # Of an n-gram that is no ordinary phrase there are few.
+        # N-grams that are not ordinary phrases have few occurrences, so these arrays are small.
         leaks = [
             low + np.flatnonzero(alive[every_row[low:high]] & self._leak[every_hit[low:high]])
             for low, high in blocks(len(every_row))
@@ -106,12 +106,12 @@ class Decontaminator:
         return found, owners[order][first]
 
     def cut(self, text: str) -> Spans:
-        """The pieces (start, end) that are left of a contaminated text; the whole text where nothing matches."""
+        """Return the pieces (start, end) left of a contaminated text; the whole text if nothing matches."""
         return split(text, self.spans(text), self.settings)
 
     def spans(self, text: str) -> Spans:
-        """(start, end) in characters of every n-gram of the text that is contamination, by start; the longest where
-        several start at the same word."""
+        """Return (start, end) in characters of every contaminated n-gram of the text, by start; the longest if several
+        start at the same word."""
         matches = list(WORDS.finditer(text))
         codes, counts = self._words.codes([[match.group().lower() for match in matches]])
         ends: dict[int, int] = {}
@@ -123,7 +123,7 @@ class Decontaminator:
         return [(matches[word].start(), matches[ends[word]].end()) for word in sorted(ends)]
 
     def _lookup(self, hashes: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places of `hashes` that are in the sorted `table`, and where there."""
+        """Return the positions of `hashes` found in the sorted `table`, and their positions there."""
         place = np.flatnonzero(self._maybe[_slot(hashes)])
         number = np.minimum(np.searchsorted(table, hashes[place]), len(table) - 1)
         same = table[number] == hashes[place]
@@ -135,17 +135,17 @@ def _slot(hashes: np.ndarray) -> np.ndarray:
 
 
 def split(text: str, spans: Spans, settings: hygiene_config.Decontaminate) -> Spans:
-    """The pieces that the rules leave of a text with contamination at `spans` (sorted by start)."""
+    """Return the pieces that the rules leave of a text with contamination at `spans` (sorted by start)."""
     pieces: Spans = []
     low = 0
     for start, end in spans:
         if start < low:
-            continue  # went with an earlier cut
+            continue  # removed by an earlier cut
         # Left: the last end of a sentence at or before `margin` characters in front of the match.
         stop = max(text.rfind(mark, low + 1, max(start - settings.margin, 0) + 1) for mark in ".!?")
         if stop > low and stop + 1 - low >= settings.min_chars:
             pieces.append((low, stop + 1))
-        # Right: behind the first end of a sentence that is at least `margin` characters after the match.
+        # Right: after the first end of a sentence that is at least `margin` characters after the match.
         marks = [text.find(mark, end + settings.margin) for mark in ".!?"]
         low = min((mark for mark in marks if mark >= 0), default=len(text)) + 1
         if len(text) - low < settings.min_chars:

@@ -1,5 +1,5 @@
-"""Rows that share a key (a bucket of an LSH band, a digest), which of their pairs are compared, and the groups that
-similar pairs join them to. All of it in bounded memory: arrays of one value a row lie on disk where they are large."""
+"""Clusters of rows that share a key (a bucket of an LSH band, a digest), their pairs to compare, and the groups joined
+by similar pairs. All in bounded memory: large arrays of one value per row are on disk."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from flatshift.selection.hygiene.external_sort import Keyed, sort_keys
 from flatshift.selection.hygiene.store import Growing, blocks, made
 
 WINDOW = 64
-"""A row is compared with the first row that has its key and with this many before it. So in a crowd of more than 65
-texts that share a key without being similar some pairs are left out; they are counted."""
+"""A row is compared with the first row that has its key and with this many before it. So in a cluster of more than 65
+texts that share a key without being similar, some pairs are skipped; they are counted."""
 PIECE = 1 << 18
-"""Rows of crowds whose pairs are worked on at a time."""
+"""Rows of clusters whose pairs are processed at a time."""
 
 
 class Groups:
-    """Rows 0 … n−1 in groups that are joined: union–find in one array.
+    """Rows 0 … n−1 in groups that can be joined: union–find in one array.
 
-    parent: (n,) int64, owned from now on: of each row one of its group that is no greater; itself for the first.
+    parent: (n,) int64, owned by this object: for each row, a row of its group that is no greater; itself for the first.
     """
 
     def __init__(self, parent: np.ndarray):
@@ -32,7 +32,7 @@ class Groups:
         return len(self._parent)
 
     def of(self, rows: np.ndarray) -> np.ndarray:
-        """The smallest row of each one's group."""
+        """Return the smallest row of each row's group."""
         label = self._parent[rows]
         while True:
             above = self._parent[label]
@@ -52,20 +52,20 @@ class Groups:
         left, right = index.reshape(2, -1)
         graph = coo_matrix((np.ones(len(left), np.int8), (left, right)), shape=(len(nodes), len(nodes)))
         _, component = connected_components(graph, directed=False)
-        _, first = np.unique(component, return_index=True)  # nodes ascend
+        _, first = np.unique(component, return_index=True)  # nodes are in ascending order
         self._parent[nodes] = nodes[first][component]
 
 
 class DuplicateClusters:
-    """The rows that share their key with another one.
+    """Rows that share their key with another row.
 
-    keyed: as of `sort_keys`, `memory` too. rows: (m,) those of each crowd in ascending order, crowd after crowd.
-    number: (m,) of each one's crowd, from 0.
+    keyed, memory: as for `sort_keys`. rows: (m,) the rows of each cluster in ascending order, cluster after cluster.
+    number: (m,) index of each row's cluster, from 0.
     """
 
     def __init__(self, keyed: Iterable[Keyed], memory: int):
         rows, number = Growing(np.int64), Growing(np.int64)
-        count, tied = 0, False  # crowds so far; whether the row that waits has the key of the one before it
+        count, tied = 0, False  # clusters so far; True if the waiting row has the key of the one before it
         waiting: Keyed = np.empty(0, np.uint64), np.empty(0, np.int64)
         for some in sort_keys(keyed, memory):
             keys, here = (np.concatenate(pair) for pair in zip(waiting, some, strict=True))
@@ -84,14 +84,14 @@ class DuplicateClusters:
         self.memory = memory
 
     def pairs(self, groups: Groups) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """The pairs that are still apart: each row with the first of its crowd, then with the one before it, two before
-        it, … up to WINDOW. `groups` may grow between two steps."""
+        """Yield the pairs that are not in one group yet: each row with the first of its cluster, then with the one
+        before it, two before it, … up to WINDOW. `groups` may grow between two steps."""
         for low, high in self._pieces():
             rows, number, known = self._piece(low, high)
             yield from _pairs(rows, number, known, groups)
 
     def left_out(self, groups: Groups) -> int:
-        """How many pairs that share a key are apart without having been compared, once all of `pairs` were."""
+        """Count the pairs that share a key but are neither in one group nor compared, after all of `pairs`."""
         large = [span for span in self._pieces() if self._large(*span).any()]
         apart = (sum(int(self._sizes(*span)[self._large(*span)].sum()) for span in large) - self._together(groups)) // 2
         for low, high in large:
@@ -103,7 +103,7 @@ class DuplicateClusters:
         return apart
 
     def _together(self, groups: Groups) -> int:
-        """Ordered pairs of rows, of each with itself too, that large crowds have in one group."""
+        """Count the ordered pairs of rows (including each row with itself) that large clusters have in one group."""
         members = 0
 
         def labelled() -> Iterator[Keyed]:
@@ -123,8 +123,8 @@ class DuplicateClusters:
             yield low, min(low + PIECE, len(self.rows))
 
     def _piece(self, low: int, high: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Rows and crowds of [low, high), and before them the `known` ones whom a crowd that goes on here is compared
-        with: its first and the WINDOW before."""
+        """Return rows and clusters of [low, high), preceded by `known` earlier rows: the first row and the last WINDOW
+        rows of a cluster that straddles the boundary."""
         start = int(np.searchsorted(self.number, self.number[low]))
         before = np.arange(max(start + 1, low - WINDOW), low)
         if start < low:
@@ -133,18 +133,18 @@ class DuplicateClusters:
         return self.rows[place], self.number[place], len(before)
 
     def _sizes(self, low: int, high: int) -> np.ndarray:
-        """Of the crowd of each of [low, high)."""
+        """Return the size of the cluster of each of [low, high)."""
         some = self.number[low:high]
         return np.searchsorted(self.number, some, side="right") - np.searchsorted(self.number, some)
 
     def _large(self, low: int, high: int) -> np.ndarray:
-        """Which of [low, high) are in a crowd too large for all of its pairs to be compared."""
+        """Return a mask of [low, high): rows in a cluster too large for all of its pairs to be compared."""
         return np.asarray(self._sizes(low, high) > WINDOW + 1)
 
 
 def _pairs(rows: np.ndarray, number: np.ndarray, known: int, groups: Groups) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The pairs of the rows behind the first `known` with those before them in their crowds, as far as they are
-    compared and are apart."""
+    """Yield the pairs of the rows after the first `known` with earlier rows of their clusters, as far as they are to be
+    compared and not in one group."""
     start = np.searchsorted(number, number)
     label = groups.of(rows)
     for back in range(WINDOW + 1):
@@ -155,7 +155,7 @@ def _pairs(rows: np.ndarray, number: np.ndarray, known: int, groups: Groups) -> 
         if apart.any():
             yield rows[place[apart]], rows[other[apart]]
             label = groups.of(rows)
-        if back == 0 and len(rows):  # crowds that are one group by now need no further look
+        if back == 0 and len(rows):  # skip clusters that have become one group
             mixed = np.zeros(number[-1] - number[0] + 1, dtype=bool)
             mixed[number[label != label[start]] - number[0]] = True
             left = mixed[number - number[0]]
@@ -165,10 +165,10 @@ def _pairs(rows: np.ndarray, number: np.ndarray, known: int, groups: Groups) -> 
 
 
 def leaders(count: int, keyed: Iterable[Keyed], second: Callable[[np.ndarray], np.ndarray], memory: int) -> np.ndarray:
-    """(count,) int64: for each row the first whose key and second value are its own; itself where none is before it.
+    """Return (count,) int64: for each row the first row with the same key and second value, or itself.
 
-    keyed, memory: as of `sort_keys`; rows that are missing there neither match nor are matched. second: values of rows.
-    The keys are hashes of 64 bits: rows that share one by chance are few, and held in memory.
+    keyed, memory: as for `sort_keys`; rows missing from it match nothing. second: function from rows to values. The
+    keys are 64-bit hashes: rows that share one by chance are few, and held in memory.
     """
     first = made(count, np.int64, np.arange)
     crowds = DuplicateClusters(keyed, memory)

@@ -1,15 +1,17 @@
-"""Duplicates. Exact: texts that are equal but for case, blanks and Unicode form. Near: LSH proposes pairs, exact
-Jaccard similarity decides, connected components become groups.
+"""Duplicate detection.
 
-    finder = NearDuplicates(settings, seed=0, memory=1 << 28)
+Exact: texts that are equal except for case, blanks and Unicode form. Near: LSH proposes pairs, exact Jaccard similarity
+decides, connected components become groups.
+
+    finder = NearDuplicateGroups(settings, seed=0, memory=1 << 28)
     for batch in batches: finder.sign(batch)        # first pass: band keys only
     finder.propose(alive)
     for batch in batches: finder.collect(batch)     # second pass: shingle sets of the rows that share a band
     first, similarity = finder.resolve()
 
-Memory: `memory` bytes for the keys of a band while they are sorted, and what batches of texts and of pairs take. All
-that has a value for each row is on disk: 8 bytes a band, some tens more, and the shingle sets of proposed rows. No text
-is kept. The result depends on the order of the rows, never on the batches or the memory.
+Memory: `memory` bytes for sorting the keys of a band, plus the batches of texts and of pairs. Arrays with a value for
+each row are on disk: 8 bytes a band, some tens more, and the shingle sets of proposed rows. No text is stored. The
+result depends on the order of the rows, never on the batches or the memory.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from flatshift.selection.hygiene.store import Growing, blocks, made
 
 
 def normalise(text: str) -> str:
-    """The text in lower case with single blanks, in Unicode's NFKC form (ligatures and wide letters made plain)."""
+    """Return the text in lower case with single blanks, in Unicode's NFKC form (ligatures and wide letters made
+    plain)."""
     if not text.isascii():
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     return " ".join(text.lower().split())
@@ -48,16 +51,16 @@ class ExactDuplicates:
         self._digests = Growing(np.uint64)
 
     def add(self, normalised: Sequence[str]) -> None:
-        """Take the next rows, already normalised."""
+        """Add the next rows, already normalised."""
         raw = b"".join(
             hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest() for text in normalised
         )
         self._digests.append(np.frombuffer(raw, dtype="<u8"))
 
     def first(self, alive: np.ndarray) -> np.ndarray:
-        """(N,) int64: for each row the first living row with its text, itself where there is none before it.
+        """Return (N,) int64: for each row the first alive row with its text, or itself.
 
-        alive: (N,) bool; the other rows neither match nor are matched.
+        alive: (N,) bool; the other rows match nothing.
         """
         digests = self._digests.array().reshape(-1, 2)
         living = ((digests[rows, 0], rows) for rows in chosen(alive))
@@ -65,7 +68,7 @@ class ExactDuplicates:
 
 
 def chosen(mask: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows where `mask` (N,) holds, in blocks."""
+    """Yield the rows where `mask` (N,) holds, in blocks."""
     for low, high in blocks(len(mask)):
         yield low + np.flatnonzero(mask[low:high])
 
@@ -95,7 +98,7 @@ class NearDuplicateGroups:
         self.diagnostics: dict[str, Any] = {"bands": self.bands, "rows": self.rows}
 
     def sign(self, normalised: Sequence[str]) -> None:
-        """First pass: take the next rows."""
+        """First pass: add the next rows."""
         hashes, counts = self._shingler(normalised)
         keys = band_keys(self._hasher.signatures(hashes, counts), self.bands, self.rows)
         for store, some in zip(self._keys, keys, strict=True):
@@ -119,7 +122,7 @@ class NearDuplicateGroups:
         self.diagnostics["proposed"] = len(self._proposed)
 
     def collect(self, normalised: Sequence[str]) -> None:
-        """Second pass: take the same rows again."""
+        """Second pass: add the same rows again."""
         low, self._seen = self._seen, self._seen + len(normalised)
         span = np.searchsorted(self._proposed, [low, self._seen])
         found = self._proposed[span[0] : span[1]]
@@ -127,10 +130,10 @@ class NearDuplicateGroups:
             self._sets.append(*self._shingler([normalised[row - low] for row in found]))
 
     def resolve(self) -> tuple[np.ndarray, np.ndarray]:
-        """(first, similarity), each (N,): the first row of each row's group (itself if none is before it), and the
-        exact Jaccard similarity with that row (NaN for a row that is its own first).
+        """Return (first, similarity), each (N,): the first row of each row's group (possibly itself), and the exact
+        Jaccard similarity with that row (NaN for a row that is its own first).
 
-        Where a chain joins two rows, their similarity may lie below the threshold.
+        If a chain joins two rows, their similarity may be below the threshold.
         """
         first = made(self._total, np.int64, np.arange)
         similarity = made(self._total, np.float64, lambda low, high: np.nan)
@@ -145,7 +148,7 @@ class NearDuplicateGroups:
         return first, similarity
 
     def _groups(self) -> Groups:
-        """The groups of the C proposed rows, counted among the proposed."""
+        """Group the C proposed rows, by their index among the proposed."""
         leader = self._sets.equal(self.memory)
         distinct = made(len(leader), np.bool_, lambda low, high: leader[low:high] == np.arange(low, high))
         groups = Groups(leader)
@@ -161,13 +164,13 @@ class NearDuplicateGroups:
         return groups
 
     def _keyed(self, keys: np.ndarray, distinct: np.ndarray) -> Iterator[Keyed]:
-        """A band's keys of those proposed rows that are `distinct` (C,)."""
+        """Yield a band's keys of those proposed rows that are `distinct` (C,)."""
         for place in chosen(distinct):
             yield keys[self._proposed[place]], place
 
 
 class _Sets:
-    """The sets of shingles of some rows, each sorted, one after another."""
+    """Sorted shingle sets of some rows, concatenated."""
 
     def __init__(self) -> None:
         self._values = Growing(np.int64, limit=1 << 24)
@@ -175,15 +178,17 @@ class _Sets:
         self._borders.append(np.zeros(1))
 
     def append(self, hashes: np.ndarray, counts: np.ndarray) -> None:
-        """Add the sets of the next rows: hashes (uint64), row after row, and how many each row has (at least 1)."""
-        hashes = hashes >> np.uint64(1)  # 63 bits, so that a shingle may be a column of a sparse matrix
+        """Add the sets of the next rows: hashes (uint64), row after row, and the number of each row's (at least 1)."""
+        hashes = hashes >> np.uint64(1)  # 63 bits, so that a shingle may be a column index of a sparse matrix
         sets = [_sorted_set(part) for part in np.split(hashes, np.cumsum(counts)[:-1])]
         self._borders.append(self._values.length + np.cumsum([len(part) for part in sets]))
         self._values.append(np.concatenate(sets))
 
     def equal(self, memory: int) -> np.ndarray:
-        """(C,) int64: the first set that equals each set, by size and the sum of its mixed hashes. memory: bytes for
-        sorting these sums."""
+        """Return (C,) int64: the first set equal to each set, by size and the sum of its mixed hashes.
+
+        memory: bytes for sorting these sums.
+        """
         values, borders = self._values.array(), self._borders.array()
         count = len(borders) - 1
         sums = Growing(np.uint64)
@@ -198,7 +203,8 @@ class _Sets:
         return leaders(count, keyed, lambda rows: borders[rows + 1] - borders[rows], memory)
 
     def jaccard(self, one: np.ndarray, other: np.ndarray, *, floor: float = 0.0) -> np.ndarray:
-        """Exact Jaccard similarity of each pair; of a pair whose sizes keep it below `floor`, that upper bound."""
+        """Return the exact Jaccard similarity of each pair, or, if the sizes keep it below `floor`, that upper
+        bound."""
         borders = self._borders.array()
         a, b = borders[one + 1] - borders[one], borders[other + 1] - borders[other]
         result = np.minimum(a, b) / np.maximum(a, b)
@@ -212,7 +218,7 @@ class _Sets:
         return result
 
     def _matrix(self, rows: np.ndarray, sizes: np.ndarray) -> csr_matrix:
-        """The sets of `rows`, of these sizes, as a sparse 0/1 matrix with a column for each 63-bit hash."""
+        """Return the sets of `rows`, of these sizes, as a sparse 0/1 matrix with a column for each 63-bit hash."""
         pointer = np.append(0, np.cumsum(sizes))
         places = np.repeat(self._borders.array()[rows] - pointer[:-1], sizes) + np.arange(pointer[-1])
         columns = self._values.array()[places]
@@ -223,7 +229,7 @@ class _Sets:
 
 
 def _sorted_set(values: np.ndarray) -> np.ndarray:
-    """The distinct values in ascending order; np.unique hashes instead, ten times slower for millions."""
+    """Return the distinct values in ascending order; np.unique hashes instead, ten times slower for millions."""
     values.sort()
     new = np.ones(len(values), dtype=bool)
     np.not_equal(values[1:], values[:-1], out=new[1:])

@@ -1,5 +1,5 @@
-"""Any number of keys in ascending order under a limit of memory: sorted runs on disk, merged window by window (Knuth,
-The Art of Computer Programming, volume 3, section 5.4)."""
+"""External sort of keys under a memory limit: sorted runs on disk, merged window by window (Knuth, The Art of Computer
+Programming, volume 3, section 5.4)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import numpy as np
 from flatshift.selection.hygiene.store import Growing, blocks
 
 Keyed = tuple[np.ndarray, np.ndarray]
-"""keys (n,) uint64 and the rows (n,) int64 that they are of."""
+"""keys (n,) uint64 and their rows (n,) int64."""
 
 _ROW_BYTES = 48
-"""Of a row while a run is sorted: key and row as they came and as they are sorted, the order, the sort's workspace."""
+"""Bytes per row while a run is sorted: key and row before and after, the order, the sort's workspace."""
 
 
 def sort_keys(keyed: Iterable[Keyed], memory: int) -> Iterator[Keyed]:
-    """Keys in ascending order, equal ones in the order of their rows, in blocks.
+    """Yield blocks of keys in ascending order, equal ones in the order of their rows.
 
-    keyed: blocks whose rows ascend, from one block to the next too. memory: bytes that a run may take while it is
-    sorted. What comes out is the same for any `memory`.
+    keyed: blocks whose rows ascend, also from one block to the next. memory: bytes for sorting a run. The result is the
+    same for any `memory`.
     """
     capacity = max(memory // _ROW_BYTES, 1)
     keys, rows = Growing(np.uint64), Growing(np.int64)
     borders = [0]
     for run_keys, run_rows in _runs(keyed, capacity):
-        if borders == [0] and len(run_keys) < capacity:  # the only one
+        if borders == [0] and len(run_keys) < capacity:  # the only run
             yield from _in_blocks(run_keys, run_rows)
             return
         keys.append(run_keys)
@@ -42,7 +42,7 @@ def _in_blocks(keys: np.ndarray, rows: np.ndarray) -> Iterator[Keyed]:
 
 
 def _runs(keyed: Iterable[Keyed], capacity: int) -> Iterator[Keyed]:
-    """Sorted runs of `capacity` rows; only the last is shorter."""
+    """Yield sorted runs of `capacity` rows; only the last is shorter."""
     held: list[Keyed] = []
     count = 0
     for keys, rows in keyed:
@@ -59,7 +59,7 @@ def _runs(keyed: Iterable[Keyed], capacity: int) -> Iterator[Keyed]:
 
 
 def _sorted(held: list[Keyed]) -> Keyed:
-    """The blocks of `held`, which is emptied, as one in the order of the keys."""
+    """Merge the blocks of `held`, which is emptied, into one in the order of the keys."""
     keys, rows = (np.concatenate(part) for part in zip(*held, strict=True))
     held.clear()
     order = np.argsort(keys, kind="stable")
@@ -67,8 +67,11 @@ def _sorted(held: list[Keyed]) -> Keyed:
 
 
 def _merged(keys: np.ndarray, rows: np.ndarray, borders: list[int], window: int) -> Iterator[Keyed]:
-    """The runs between `borders` as one. Each time, of every run what is no greater than the end of the window that
-    ends first; where equal keys go on beyond it, later runs wait with theirs."""
+    """Merge the runs between `borders`.
+
+    Each step takes from every run the keys up to the end of the window that ends first; if equal keys continue beyond
+    it, later runs keep theirs for a later step.
+    """
     at, ends = borders[:-1], borders[1:]
     while any(low < end for low, end in zip(at, ends, strict=True)):
         reach = [min(low + window, end) for low, end in zip(at, ends, strict=True)]

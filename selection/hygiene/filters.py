@@ -1,12 +1,12 @@
-"""Filters that judge a text by itself: length, language, repetition.
+"""Filters on single texts: length, language, repetition.
 
-Language goes by the script and the commonest words: no model, no download, about 10 µs a text. A heuristic for
-sentences and longer: short or wordless texts stay undecided, a language that is not in `KNOWN` may be taken for a
-neighbour. docs/hygiene.md has the shares of NTREX sentences that are recognised.
+Language is detected by script and by the commonest words: no model, no download, about 10 µs a text. A heuristic for
+sentences and longer: short or wordless texts stay undecided, and a language that is not in `KNOWN` may be taken for a
+related one. docs/hygiene.md has the shares of NTREX sentences that are recognised.
 
-Repetition is how much of a text repeats itself (Rae et al. 2021, arXiv 2112.11446, Table A1). All shares of n-grams are
-of the characters in words. Two readings are ours: an n-gram that occurs once is no repetition, however short the text;
-and a character is counted once, in however many repeated n-grams it stands.
+Repetition is the degree to which a text repeats itself (Rae et al. 2021, arXiv 2112.11446, Table A1). All shares of
+n-grams are of the characters in words. Two readings are ours: an n-gram that occurs once is no repetition, however
+short the text; and a character is counted once, in however many repeated n-grams it occurs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flatshift.selection.hygiene.shingles import WORDS, WordHashes, mix, windows
 if TYPE_CHECKING:
     from flatshift.selection.hygiene import hygiene_config
 
-# Function words, the commonest first in no strict order; a word may belong to several languages.
+# Function words, roughly by frequency; a word may belong to several languages.
 _COMMON = {
     "en": "the of and to a in is that was for it with as on be by at this are from or have an not which his he but "
     "they had were been has you i we their will would there what when who can more if about all she her do "
@@ -98,7 +98,7 @@ _ANY_SCRIPT = re.compile(f"[{''.join(_SCRIPTS.values())}]")
 _LETTER = re.compile(r"[^\W\d_]")
 
 KNOWN = (*_COMMON, *_SCRIPTS)
-"""ISO 639-1 codes that can be told."""
+"""ISO 639-1 codes that can be detected."""
 
 _LANGUAGES_OF: dict[str, list[str]] = {}
 for _code, _words in _COMMON.items():
@@ -111,11 +111,11 @@ _LEAST_WORDS = 2
 
 
 def detect(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, float]:
-    """(code, share): the language whose common words make up the largest share of the text's words.
+    """Return (code, share): the language whose common words make up the largest share of the text's words.
 
     (None, share) if that share is below 0.1 or rests on fewer than two words. A language of `prefer` wins unless
     another has at least two such words more; further ties go by the order of `KNOWN`. A text of which at least half is
-    in a script of one language is that language's: share is then the share of letters.
+    in a script of one language is in that language: share is then the share of letters.
     """
     if not text.isascii() and _ANY_SCRIPT.search(text):
         code, share = _by_script(text)
@@ -136,10 +136,10 @@ def detect(text: str, *, prefer: Collection[str] = ()) -> tuple[str | None, floa
 def _by_script(text: str) -> tuple[str | None, float]:
     letters = len(_LETTER.findall(text))
     counts = {code: len(pattern.findall(text)) for code, pattern in _OF_SCRIPT.items()}
-    if counts["ja"] and counts["ja"] + counts["zh"] >= letters / 2:  # kana beside Chinese characters
+    if counts["ja"] and counts["ja"] + counts["zh"] >= letters / 2:  # kana together with Chinese characters
         return "ja", min((counts["ja"] + counts["zh"]) / max(letters, 1), 1.0)
     best = max(counts, key=counts.__getitem__)
-    share = min(counts[best] / max(letters, 1), 1.0)  # vowel signs count for their script, but are no letters
+    share = min(counts[best] / max(letters, 1), 1.0)  # vowel signs count for their script, but are not letters
     return (best, share) if share >= 0.5 else (None, share)
 
 
@@ -148,9 +148,9 @@ _WORDS_AT_ONCE = 1 << 17
 
 
 def shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) -> dict[str, np.ndarray]:
-    """Name → (n,) float64 in [0, 1], 0 where a text is too short to have any.
+    """Return name → (n,) float64 in [0, 1], 0 if a text is too short.
 
-    top: how many of n = 2, 3, … for the commonest n-gram. repeated: how many of n = 5, 6, … for repeated n-grams.
+    top: number of n = 2, 3, … for the commonest n-gram. repeated: number of n = 5, 6, … for repeated n-grams.
     """
     lines = np.array([_repeated(text.split("\n")) for text in texts]).reshape(-1, 2)
     paragraphs = np.array([_repeated(_PARAGRAPH.split(text)) for text in texts]).reshape(-1, 2)
@@ -168,7 +168,7 @@ def shares(texts: Sequence[str], *, top: int = 3, repeated: int = 6) -> dict[str
 
 
 def _repeated(pieces: list[str]) -> tuple[float, float]:
-    """Share of the non-blank pieces that repeat an earlier one, and of the characters in them."""
+    """Return the share of the non-blank pieces that repeat an earlier one, and of the characters in them."""
     pieces = [stripped for piece in pieces if (stripped := piece.strip())]
     if len(pieces) < 2:
         return 0.0, 0.0
@@ -183,7 +183,7 @@ def _repeated(pieces: list[str]) -> tuple[float, float]:
 
 
 def _portions(words: list[list[str]]) -> Iterator[list[list[str]]]:
-    """Consecutive texts with a bounded number of words (a single text may have more)."""
+    """Yield consecutive texts with a bounded number of words (a single text may have more)."""
     portion: list[list[str]] = []
     held = 0
     for some in words:
@@ -208,7 +208,7 @@ def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, 
         place, owner, kind, times, _ = _occurrences(codes, counts, starts, n)
         size = before[place + n] - before[place]
         covered = np.where(times[kind] > 1, times[kind] * size, 0)
-        # The commonest, and of equally common ones the longest; overlapping occurrences may exceed the text.
+        # The commonest n-gram, the longest if several are; overlapping occurrences may exceed the text.
         rank = np.zeros(len(words), np.int64)
         np.maximum.at(rank, owner, times[kind])
         most = np.zeros(len(words))
@@ -228,13 +228,13 @@ def _ngram_shares(words: list[list[str]], top: int, repeated: int) -> dict[str, 
 def _occurrences(
     codes: np.ndarray, counts: np.ndarray, starts: np.ndarray, n: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Of every n-gram: its place among all words, its text, its kind within the text, how often each kind occurs, and
-    whether it stood in the text before."""
+    """Return for every n-gram its position among all words, its text, its kind within the text, the count of each kind,
+    and whether it occurred in the text before."""
     hashes, kept = windows(codes, counts, n)
     owner = np.repeat(np.arange(len(counts)), kept)
     place = np.arange(len(hashes)) - np.repeat(np.cumsum(kept) - kept, kept) + np.repeat(starts, kept)
     key = mix(hashes + owner.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    order = np.argsort(key, kind="stable")  # places ascend within a kind
+    order = np.argsort(key, kind="stable")  # positions ascend within a kind
     opens = np.ones(len(order), dtype=bool)
     opens[1:] = key[order][1:] != key[order][:-1]
     kind = np.empty(len(order), np.int64)
@@ -245,11 +245,11 @@ def _occurrences(
 
 
 Verdict = tuple[str, np.ndarray, np.ndarray]
-"""(rule in words, (n,) bool: broken, (n,) float64: the figure that was judged)"""
+"""(rule in words, (n,) bool: broken, (n,) float64: the value compared with the limit)"""
 
 
 def judge(texts: Sequence[str], settings: hygiene_config.Hygiene) -> Iterator[tuple[str, Verdict]]:
-    """(cause, verdict) of every rule that is turned on, in the order in which they are charged with a drop."""
+    """Yield (cause, verdict) of every enabled rule, in the order in which drops are attributed."""
     if settings.length is not None:
         for verdict in by_length(texts, settings.length):
             yield "length", verdict
@@ -261,7 +261,7 @@ def judge(texts: Sequence[str], settings: hygiene_config.Hygiene) -> Iterator[tu
 
 
 def by_length(texts: Sequence[str], limits: hygiene_config.LengthFilter) -> Iterator[Verdict]:
-    """Characters without the blanks at both ends, and words."""
+    """Check the number of characters, without blanks at both ends, and of words."""
     characters = np.array([len(text.strip()) for text in texts], dtype=np.float64)
     yield f"fewer than {limits.min_chars} characters", characters < limits.min_chars, characters
     if limits.max_chars is not None:
@@ -274,14 +274,14 @@ def by_length(texts: Sequence[str], limits: hygiene_config.LengthFilter) -> Iter
 
 
 def by_language(texts: Sequence[str], wanted: hygiene_config.Language) -> Verdict:
-    """The figure is the share of words that are common ones of the detected language (1 for its own script)."""
+    """Check the language; the value is the share of common words of the detected language (1 for its own script)."""
     found = [detect(text, prefer=wanted.keep) for text in texts]
     broken = [wanted.undecided == "drop" if code is None else code not in wanted.keep for code, _ in found]
     return f"not {' or '.join(wanted.keep)}", np.array(broken, dtype=bool), np.array([share for _, share in found])
 
 
 def by_repetition(texts: Sequence[str], limits: hygiene_config.Repetition) -> Iterator[Verdict]:
-    """Each share of `repetition.shares` against its limit, in texts of at least `limits.min_words` words."""
+    """Check each share of `shares` against its limit, in texts of at least `limits.min_words` words."""
     of = {"repeated lines": limits.lines, "repeated paragraphs": limits.lines}
     of |= {"characters in repeated lines": limits.line_chars, "characters in repeated paragraphs": limits.line_chars}
     of |= {f"characters in the commonest {n}-gram": limit for n, limit in enumerate(limits.top_ngrams, start=2)}

@@ -1,4 +1,4 @@
-"""What is done to a pool before anything is chosen from it. Everything is off until a recipe turns it on.
+"""Cleaning of a pool before the selection. Everything is off by default.
 
     select:
       hygiene:
@@ -17,13 +17,14 @@ from typing import Literal
 from flatshift.selection.errors import SelectionError
 
 WORKING_GIB = 0.125
-"""What batches of texts and of pairs take beside the keys that are sorted."""
+"""GiB reserved for batches of texts and of pairs, in addition to the sorted keys."""
 
 
 def _bounds(config: object, **bounds: tuple[float | None, float | None]) -> None:
-    """Refuse field values outside (low, high), ends included; None is unbounded and a None value passes.
+    """Raise SelectionError for field values outside (low, high), ends included; None is unbounded and a None value
+    passes.
 
-    The sentence begins with the field's name, so that a recipe loader can say where it was set.
+    The sentence begins with the field's name, so that a recipe loader can add where it was set.
     """
     for name, (low, high) in bounds.items():
         value = getattr(config, name)
@@ -39,13 +40,13 @@ class LengthFilter:
     """Drop records that are too short or too long; blanks at both ends do not count."""
 
     min_chars: int = 1
-    """Fewest characters; 1 drops empty texts only."""
+    """Minimum number of characters; 1 drops only empty texts."""
     max_chars: int | None = None
-    """Most characters; null: no limit."""
+    """Maximum number of characters; null: no limit."""
     min_words: int = 0
-    """Fewest words (runs of letters, digits and underscores). Megatron-LM's web text asked for 128 tokens."""
+    """Minimum number of words (runs of letters, digits and underscores). Megatron-LM's web text required 128 tokens."""
     max_words: int | None = None
-    """Most words; null: no limit."""
+    """Maximum number of words; null: no limit."""
 
     def __post_init__(self) -> None:
         _bounds(self, min_chars=(0, None), max_chars=(1, None), min_words=(0, None), max_words=(1, None))
@@ -57,12 +58,12 @@ class LengthFilter:
 
 @dataclass(frozen=True, kw_only=True)
 class Language:
-    """Drop records in another language, told by script and by common words. A heuristic without a download."""
+    """Drop records in another language, detected by script and common words. A heuristic without a download."""
 
     keep: tuple[str, ...] = ("en",)
-    """ISO 639-1 codes to keep; `flatshift.selection.hygiene.filters.KNOWN` lists those that can be told."""
+    """ISO 639-1 codes to keep; `flatshift.selection.hygiene.filters.KNOWN` lists the detectable ones."""
     undecided: Literal["keep", "drop"] = "keep"
-    """What becomes of a text with too few common words to tell, such as a headline or a formula."""
+    """Action for a text with too few common words to decide, such as a headline or a formula."""
 
     def __post_init__(self) -> None:
         from flatshift.selection.hygiene.filters import KNOWN
@@ -85,10 +86,10 @@ class Repetition:
     top_ngrams: tuple[float, ...] = (0.20, 0.18, 0.16)
     """Largest share of characters in all occurrences of the commonest n-gram (if it occurs twice), for n = 2, 3, 4."""
     repeated_ngrams: tuple[float, ...] = (0.15, 0.14, 0.13, 0.12, 0.11, 0.10)
-    """Largest share of characters in n-grams that stood in the text before, for n = 5, 6, …"""
+    """Largest share of characters in n-grams that occurred earlier in the text, for n = 5, 6, …"""
     min_words: int = 50
-    """Texts with fewer words are not judged: in a short text any phrase has a large share. The paper's documents have
-    at least 50 words."""
+    """Minimum number of words of a checked text: in a short text any phrase has a large share. The paper's documents
+    have at least 50 words."""
 
     def __post_init__(self) -> None:
         _bounds(self, lines=(0, 1), line_chars=(0, 1), min_words=(0, None))
@@ -106,16 +107,17 @@ class NearDuplicates:
     """
 
     threshold: float = 0.8
-    """Jaccard similarity of the shingle sets from which two texts count as the same; Megatron-LM used 0.7 in 2019 and
-    0.9 in its later tool."""
+    """Jaccard similarity of the shingle sets at or above which two texts count as duplicates; Megatron-LM used 0.7 in
+    2019 and 0.9 in its later tool."""
     unit: Literal["char", "word"] = "char"
-    """What shingles are made of: characters as in Megatron-LM, or words."""
+    """Unit of shingles: characters as in Megatron-LM, or words."""
     size: int = 5
-    """Units of one shingle."""
+    """Units per shingle."""
     permutations: int = 128
-    """Hash functions of a signature."""
+    """Number of hash functions of a signature."""
     recall: float = 0.95
-    """Chance that a pair exactly at the threshold is proposed (more similar pairs: more); decides the bands."""
+    """Probability that a pair exactly at the threshold is proposed (more similar pairs: higher); determines the
+    bands."""
 
     def __post_init__(self) -> None:
         _bounds(self, size=(1, 100), permutations=(1, 1024))
@@ -127,18 +129,18 @@ class NearDuplicates:
 
 @dataclass(frozen=True, kw_only=True)
 class Decontaminate:
-    """Cut texts that are judged on out of the pool, by the rules of Megatron-LM's task filter (used for MT-NLG).
+    """Cut evaluation texts out of the pool, by the rules of Megatron-LM's task filter (used for MT-NLG).
 
-    A record that shares `ngram` words in a row with an evaluation text is split there: the shared words and `margin`
-    characters on both sides go, up to the next end of a sentence; pieces that are too short go as well, and a record
-    that falls into too many pieces goes whole.
+    A record that shares `ngram` consecutive words with an evaluation text is split there: the shared words and `margin`
+    characters on both sides are removed, up to the next end of a sentence; pieces that are too short are dropped, and a
+    record that falls into too many pieces is dropped whole.
     """
 
     ngram: int = 13
-    """Words in a row that count as contamination."""
+    """Consecutive words that count as contamination."""
     shortest: int = 8
-    """Evaluation texts of fewer words than `ngram` are looked for whole, down to this many words; shorter ones would
-    match ordinary phrases and are counted, not looked for."""
+    """Evaluation texts of fewer words than `ngram` are searched for as a whole, down to this many words; shorter ones
+    would match ordinary phrases and are only counted."""
     margin: int = 200
     """Characters removed on both sides."""
     min_chars: int = 200
@@ -149,7 +151,7 @@ class Decontaminate:
     """An n-gram with this many occurrences in the pool (after the removal of duplicates) is an ordinary phrase, not
     contamination, as in Megatron-LM and GPT-3; null: every n-gram counts."""
     action: Literal["split", "drop"] = "split"
-    """Split as above, or drop every contaminated record whole (needed with features of your own)."""
+    """Split as above, or drop every contaminated record whole (required with your own features)."""
 
     def __post_init__(self) -> None:
         _bounds(self, ngram=(1, 100), shortest=(1, None), margin=(0, None), min_chars=(1, None), max_pieces=(1, None))
@@ -160,38 +162,38 @@ class Decontaminate:
 
 @dataclass(frozen=True, kw_only=True)
 class Hygiene:
-    """Steps in this order: drops, length, language, repetition, exact duplicates, near-duplicates, decontamination.
+    """Cleaning steps in this order: drops, length, language, repetition, exact duplicates, near-duplicates,
+    decontamination.
 
-    Every record that goes is listed in drops.jsonl with its cause and the id of its match, and counted in
-    manifest.json.
+    Every dropped record is listed in drops.jsonl with its cause and the id of its match, and counted in manifest.json.
     """
 
     drops: tuple[str, ...] = ()
-    """Files of another tool's answer, CSV, JSONL or Parquet with a line for each record to drop: its `id`, and where it
-    is told `match`, the id of what it repeats, and `why`."""
+    """Files of another tool, CSV, JSONL or Parquet with a line for each record to drop: its `id`, and optionally
+    `match`, the id of the record it repeats, and `why`."""
     length: LengthFilter | None = None
-    """Too short or too long."""
+    """Drop records that are too short or too long."""
     language: Language | None = None
-    """In another language."""
+    """Drop records in another language."""
     repetition: Repetition | None = None
-    """Repeating itself."""
+    """Drop records that repeat themselves."""
     exact: bool = False
-    """Drop a record whose text equals an earlier one, or one of `against`, but for case, blanks and Unicode form."""
+    """Drop a record whose text equals an earlier one, or one of `against`, except for case, blanks and Unicode form."""
     near: NearDuplicates | None = None
-    """Nearly the same as an earlier record, or as a text of `against`."""
+    """Drop near-duplicates of an earlier record, or of a text of `against`."""
     against: tuple[Literal["target", "eval"], ...] = field(default=("target", "eval"))
-    """Whose texts the pool must not repeat either (exact and near): the target; those that are judged on."""
+    """Texts that the pool must not repeat (exact and near): the target's; those used for evaluation."""
     decontaminate: Decontaminate | None = None
-    """Words in a row shared with texts that are judged on."""
+    """Remove consecutive words shared with evaluation texts."""
     memory_gib: float = 1.0
-    """Memory of all steps together, GiB, whatever the size of the pool; what does not fit is sorted on disk (TMPDIR),
-    with the same result. Pages of mapped files, which the system takes back, do not count."""
+    """Memory of all steps together, GiB, whatever the size of the pool; the rest is sorted on disk (TMPDIR), with the
+    same result. Pages of mapped files, which the system can reclaim, do not count."""
 
     def __post_init__(self) -> None:
         _bounds(self, memory_gib=(2 * WORKING_GIB, None))
 
     @property
     def on(self) -> bool:
-        """Whether any step is turned on."""
+        """True if any step is enabled."""
         steps = (self.length, self.language, self.repetition, self.near, self.decontaminate)
         return bool(self.drops) or self.exact or any(step is not None for step in steps)

@@ -1,11 +1,11 @@
-"""Records that another tool has told to drop: ids with what each repeats and why, found among the ids of a pool.
+"""Records listed for dropping by another tool: ids, their matches and reasons, looked up among the ids of a pool.
 
     listed = Listed(memory=1 << 28)
     for batch in batches: listed.add(ids, matches, reasons)
     listed.find(pool_ids)
     cleaned = clean(texts, settings, listed=listed)
 
-In memory nothing grows with either side: ids meet by their 128-bit digests, sorted on disk.
+Memory does not grow with either side: ids are matched by their 128-bit digests, sorted on disk.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _IDS = 4096
 
 
 class Listed:
-    """memory: bytes for sorting digests of ids.
+    """Entries of drop lists, matched with a pool. memory: bytes for sorting digests of ids.
 
     entry: (N,) int64, for each record of the pool the number of its entry, −1 for none; unknown: the numbers of entries
-    whose id no record has, ascending. Both are there after `find`.
+    whose id no record has, ascending. Both are set by `find`.
     """
 
     entry: np.ndarray
@@ -36,11 +36,11 @@ class Listed:
         self._count = 0
 
     def __len__(self) -> int:
-        """Entries so far."""
+        """Number of entries so far."""
         return self._count
 
     def add(self, ids: Sequence[str], matches: Sequence[str], reasons: Sequence[str]) -> None:
-        """Take the next entries, each id once; "" for a match or a reason that is not told."""
+        """Add the next entries, each id once; "" for a missing match or reason."""
         self._digests.add(ids)
         self._matches.add(matches)
         self._reasons.add(reasons)
@@ -72,13 +72,13 @@ class Listed:
         self.unknown = unknown.array()
 
     def told(self, row: int) -> tuple[str | None, str]:
-        """What the listed record in this row repeats (None: not told), and why it goes ("": not told)."""
+        """Return the match of the listed record in this row (None if missing), and its reason ("" if missing)."""
         entry = int(self.entry[row])
         return self._matches[entry] or None, self._reasons[entry]
 
 
 class _Strings:
-    """Texts end to end in one array."""
+    """Texts concatenated in one array."""
 
     def __init__(self) -> None:
         self._bytes, self._borders = Growing(np.uint8), Growing(np.int64)

@@ -8,17 +8,18 @@ import numpy as np
 from flatshift.selection.errors import SelectionError
 from flatshift.selection.hygiene.shingles import mix
 
-_TILE = 1 << 16  # hashes worked on at a time: two such arrays stay in the processor's cache
+_TILE = 1 << 16  # hashes processed at a time: two such arrays fit in the processor's cache
 
 
 def bands_for(threshold: float, permutations: int, recall: float) -> tuple[int, int]:
-    """(bands, rows): as many rows a band as leave a pair at `threshold` at least `recall` of being proposed.
+    """Return (bands, rows): the most rows per band for which a pair at `threshold` has at least `recall` of being
+    proposed.
 
-    A pair of similarity s shares at least one band with probability 1 − (1 − s^rows)^bands; more rows mean fewer
-    pairs to compare.
+    A pair of similarity s shares at least one band with probability 1 − (1 − s^rows)^bands; more rows mean fewer pairs
+    to compare.
 
     Raises:
-        SelectionError: not even one row a band reaches the recall.
+        SelectionError: not even one row per band reaches the recall.
     """
     for rows in range(permutations, 0, -1):
         bands = permutations // rows
@@ -34,7 +35,7 @@ def bands_for(threshold: float, permutations: int, recall: float) -> tuple[int, 
 class MinHasher:
     """Signatures under `permutations` affine maps h → a·h + b modulo 2³² with odd a, drawn from `seed`.
 
-    The maps work on the upper half of well mixed 64-bit shingle hashes, as datasketch's default does on SHA-1.
+    The maps use the upper half of well mixed 64-bit shingle hashes, as datasketch's default does on SHA-1.
     """
 
     def __init__(self, permutations: int, seed: int):
@@ -43,7 +44,7 @@ class MinHasher:
         self.b = draw.integers(0, 1 << 32, permutations, dtype=np.uint64).astype(np.uint32)
 
     def signatures(self, hashes: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """(permutations, n) uint32: the smallest value of each map over each text's shingles.
+        """Return (permutations, n) uint32: the smallest value of each map over each text's shingles.
 
         hashes: (S,) uint64, text after text. counts: (n,) shingles of each text; a text without any gets the largest
         value everywhere.
@@ -53,7 +54,7 @@ class MinHasher:
         if not len(full):
             return out
         short = (hashes >> np.uint64(32)).astype(np.uint32)
-        # A text with more shingles than a tile is cut into parts, whose minima are joined at the end.
+        # A text with more shingles than a tile is split into parts, whose minima are combined at the end.
         parts = -(-counts[full] // _TILE)
         owner = np.repeat(np.arange(len(full)), parts)
         first = np.cumsum(parts) - parts
@@ -63,7 +64,7 @@ class MinHasher:
         return out
 
     def _minima(self, short: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """(permutations, len(starts)): minima over the runs that begin at `starts`."""
+        """Return (permutations, len(starts)): minima over the runs that begin at `starts`."""
         minima = np.empty((len(self.a), len(starts)), np.uint32)
         ends = np.append(starts[1:], len(short))
         low = 0
@@ -81,7 +82,8 @@ class MinHasher:
 
 
 def band_keys(signatures: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """(bands, n) uint64: one key for each band of each text; equal keys mean equal values in all of the band's rows.
+    """Return (bands, n) uint64: one key for each band of each text; equal keys mean equal values in all of the band's
+    rows.
 
     signatures: (permutations ≥ bands·rows, n) uint32.
     """

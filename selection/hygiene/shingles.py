@@ -19,14 +19,14 @@ _TILE = 1 << 15
 
 
 def mix(h: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: spreads 64 bits over 64 bits, one to one."""
+    """Apply the finaliser of SplitMix64: a bijective mixing of 64 bits."""
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return h ^ (h >> np.uint64(31))
 
 
 class WordHashes(dict[str, int]):
-    """word → 64-bit BLAKE2b hash, filled on first use and emptied before it takes more than about 100 MB."""
+    """Table word → 64-bit BLAKE2b hash, filled on first use and cleared before it exceeds about 100 MB."""
 
     limit = 1 << 20
 
@@ -38,7 +38,7 @@ class WordHashes(dict[str, int]):
         return value
 
     def codes(self, words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of all words, text after text (uint64), and how many each text has (int64)."""
+        """Return the hashes of all words, text after text (uint64), and the number of each text's (int64)."""
         counts = np.fromiter(map(len, words), dtype=np.int64, count=len(words))
         flat = map(self.__getitem__, chain.from_iterable(words))
         return np.fromiter(flat, dtype=np.uint64, count=int(counts.sum())), counts
@@ -57,7 +57,8 @@ class Shingler:
         self._words = WordHashes()
 
     def __call__(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Hashes of all shingles, text after text, repeated ones included (uint64), and how many each text has."""
+        """Return the hashes of all shingles, text after text, repeated ones included (uint64), and the number of each
+        text's."""
         if self.unit == "char":
             padded = [text.ljust(self.size, "\0") if text else text for text in texts]
             counts = np.fromiter(map(len, padded), dtype=np.int64, count=len(padded))
@@ -70,17 +71,17 @@ class Shingler:
 
 
 def windows(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Hashes of all runs of `size` codes that lie within one text.
+    """Return the hashes of all runs of `size` codes within one text.
 
-    codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64), text
-    after text, and their (n,) counts.
+    codes: (T,) unsigned integers, text after text. counts: (n,) codes of each text. Returns hashes (uint64), text after
+    text, and their (n,) counts.
     """
     total = len(codes) - size + 1
     kept = np.maximum(counts - size + 1, 0)
     if total < 1:
         return np.empty(0, np.uint64), kept
     hashes = np.empty(total, np.uint64)
-    for low in range(0, total, _TILE):  # tiles that stay in the processor's cache
+    for low in range(0, total, _TILE):  # tiles that fit in the processor's cache
         part = codes[low : min(low + _TILE, total) + size - 1].astype(np.uint64)
         length = len(part) - size + 1
         rolling = part[:length].copy()
@@ -91,7 +92,7 @@ def windows(codes: np.ndarray, counts: np.ndarray, size: int) -> tuple[np.ndarra
     if np.count_nonzero(counts) == 1:
         return hashes, kept
     starts = np.cumsum(counts) - counts
-    inside = np.zeros(total + 1, dtype=np.int32)  # +1 where a text's windows begin, −1 after their end
+    inside = np.zeros(total + 1, dtype=np.int32)  # +1 at the start of a text's windows, −1 after their end
     np.add.at(inside, starts[kept > 0], 1)
     np.add.at(inside, (starts + kept)[kept > 0], -1)
     return hashes[np.cumsum(inside[:-1]).astype(bool)], kept

@@ -1,12 +1,12 @@
-"""A pool cleaned by the steps of `Hygiene`: which rows stay, which are cut, and why each other one went.
+"""Cleaning of a pool by the steps of `Hygiene`: rows kept, rows cut, and the cause of every drop.
 
     cleaned = clean(texts, Hygiene(exact=True, near=NearDuplicates()), references=[Reference("eval", test_texts)])
     cleaned.kept                    # rows that stay, in their order
     cleaned.pieces                  # row → spans that stay of it, where decontamination split it
     for drop in cleaned.drops(ids): ...
 
-The texts are read two or three times and never held: `texts` is anything that can be iterated over again and again
-with the same result (a list, a view of a file), not a generator.
+The texts are read two or three times and never held: `texts` is anything that can be iterated repeatedly with the same
+result (a list, a view of a file), not a generator.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from flatshift.selection.hygiene.listed import Listed
 from flatshift.selection.hygiene.store import Growing, blocks, made
 
 Progress = Callable[[str, int], None]
-"""Called as (what is done, rows so far)."""
+"""Called as (stage, rows so far)."""
 
 NamesOf = Callable[[np.ndarray], Sequence[str]]
 
 LISTED = "listed"
-"""The cause of records that another tool told to drop."""
+"""Cause of records that another tool listed for dropping."""
 _DROPS_AT_ONCE = 4096
 CHARACTERS = 1 << 20
-"""Characters of a batch of texts, and at most 4,096 texts (one long text may be a batch of its own)."""
+"""Characters per batch of texts, with at most 4,096 texts (one long text may be a batch by itself)."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Texts that the pool is compared with: of the target, or of the rows that are judged on."""
+    """Texts that the pool is compared with: of the target, or of the evaluation rows."""
 
     name: str
     """"target" or "eval"."""
@@ -49,31 +49,31 @@ class Reference:
 
 @dataclass(frozen=True)
 class Cleaned:
-    """What became of each of N rows."""
+    """Result of `clean` for each of N rows."""
 
     rule: np.ndarray
-    """(N,) uint8: number of the rule that dropped the row; 0: it stays."""
+    """(N,) uint8: number of the rule that dropped the row; 0: kept."""
     rules: Sequence[tuple[str, str]]
-    """(cause, rule in words) of each number."""
+    """(cause, rule in words) by number."""
     value: np.ndarray
-    """(N,) float64: the figure the rule judged; similarity with the match for duplicates; NaN where there is none."""
+    """(N,) float64: the value checked by the rule; similarity with the match for duplicates; NaN if there is none."""
     match: np.ndarray
-    """(N,) int64: −1, or the match: row j of the pool as R + j, text j of the references (one after another, R in all)
-    as j."""
+    """(N,) int64: −1, or the match: row j of the pool as R + j, text j of the references (concatenated, R in all) as
+    j."""
     references: Sequence[Reference]
     pieces: Mapping[int, Spans]
     """Row → (start, end) of the pieces that stay of it, in characters; only rows that were cut."""
     listed: Listed | None = None
-    """What another tool told to drop."""
+    """Records listed by another tool."""
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def kept(self) -> np.ndarray:
-        """The rows that stay, whole or in pieces, ascending (int64)."""
+        """Rows that stay, whole or in pieces, ascending (int64)."""
         return np.flatnonzero(self.rule == 0)
 
     def counts(self) -> dict[str, int]:
-        """Dropped rows by cause; every cause that could have dropped one is named."""
+        """Return the number of dropped rows by cause, including causes that dropped none."""
         found = dict.fromkeys((cause for cause, _ in self.rules[1:]), 0)
         numbers = np.zeros(len(self.rules), dtype=np.int64)
         for low, high in blocks(len(self.rule)):
@@ -85,13 +85,14 @@ class Cleaned:
     def drops(
         self, ids: Sequence[str] | NamesOf, reference_ids: Mapping[str, Sequence[str]] | None = None
     ) -> Iterator[dict]:
-        """One record for each row that was dropped or cut, in file order: `id, cause, rule, value, match, match_in`.
+        """Yield one record for each row that was dropped or cut, in file order:
+        `id, cause, rule, value, match, match_in`.
 
-        ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts
-        by its name; their places where absent.
-        `match` is the id of the record or text it repeats, `match_in` where that is ("pool" or a reference's name); of
-        a listed record what its list says.
-        A row that was cut has the cause "cut" and its `pieces`.
+        ids: N strings, or a function from row numbers to their ids. reference_ids: the ids of each reference's texts by
+        its name; their positions if missing.
+
+        `match` is the id of the record or text that the row repeats, `match_in` its source ("pool" or a reference's
+        name); for a listed record both come from its list. A row that was cut has the cause "cut" and its `pieces`.
         """
         cut = np.sort(np.fromiter(self.pieces, dtype=np.int64, count=len(self.pieces)))
         skip = sum(len(reference.texts) for reference in self.references)
@@ -101,7 +102,7 @@ class Cleaned:
             some = np.union1d(low + np.flatnonzero(self.rule[low:high]), here)
             if not len(some):
                 continue
-            own = np.maximum(self.match[some] - skip, 0)  # of matches in the pool; of others row 0, which is not used
+            own = np.maximum(self.match[some] - skip, 0)  # for matches in the pool; others get row 0, which is not used
             if callable(ids):
                 names, matches = ids(some), ids(own)
             else:
@@ -151,19 +152,19 @@ def clean(
     batch_characters: int = CHARACTERS,
     progress: Progress | None = None,
 ) -> Cleaned:
-    """Judge every row of a pool.
+    """Clean a pool: decide for every row whether it stays.
 
     Arguments:
         texts: the pool's texts in file order, read two or three times.
         references: their texts are never dropped. Those named in `settings.against` count as earlier rows for exact
-            and near-duplicates; those called "eval" are what decontamination looks for.
+            and near-duplicates; those called "eval" are searched for by decontamination.
         seed: of the hash functions of MinHash.
-        listed: the entries of `settings.drops`, found among the pool's ids; these records go before any step.
-        batch_characters: texts worked on at a time; the result does not depend on it.
+        listed: the entries of `settings.drops`, found among the pool's ids; these records are dropped before any step.
+        batch_characters: characters processed at a time; the result does not depend on it.
 
     Raises:
-        SelectionError: `texts` can be read only once or changes, decontamination has nothing to look for, or `drops`
-            are named and not handed in.
+        SelectionError: `texts` can be read only once or changes, decontamination has no evaluation texts, or `drops`
+            are named and not passed in.
     """
     if settings.drops and listed is None:
         raise SelectionError("drops: clean reads no files; read them into a Listed and pass it as listed")
@@ -233,7 +234,7 @@ class _Cleaning:
         )
 
     def _first_pass(self) -> None:
-        """Filters, digests of whole texts and band keys."""
+        """Apply filters, and compute digests of whole texts and band keys."""
         rules, values = Growing(np.uint8), Growing(np.float64)
         for batch in self._batches(chain(self.earlier, self.texts), "filters and signatures", whole=True):
             numbers = np.zeros(len(batch), np.uint8)
@@ -254,7 +255,7 @@ class _Cleaning:
         self.match = made(len(self.rule), np.int64, lambda low, high: -1)
 
     def _second_pass(self) -> None:
-        """Shingle sets of proposed rows, and n-grams shared with evaluation texts."""
+        """Compute shingle sets of proposed rows, and n-grams shared with evaluation texts."""
         if self.near is not None:
             for batch in self._batches(self.earlier, "", whole=False):
                 self.near.collect([normalise(text) for text in batch])
@@ -297,7 +298,8 @@ class _Cleaning:
             self.diagnostics["near"] = self.near.diagnostics
 
     def _drop_repeats(self, first: np.ndarray, cause: str, rule: str, value: np.ndarray | None = None) -> None:
-        """Drop the rows of the pool that have an earlier `first`, each for its `value`. Both count references too."""
+        """Drop the rows of the pool that have an earlier `first`, each with its `value`. Both arrays include
+        references."""
         number = self._number(cause, rule)
         skip = len(self.earlier)
         for low, high in blocks(len(self.rule)):
@@ -314,7 +316,7 @@ class _Cleaning:
             return {}
         rows, owner = finder.contaminated(self._alive()[len(self.earlier) :])
         self.diagnostics["decontaminate"] = finder.diagnostics
-        before = 0  # the evaluation texts' place among the references
+        before = 0  # position of the evaluation texts among the references
         places: list[int] = []
         for reference in self.references:
             if reference.name == "eval":
@@ -340,7 +342,7 @@ class _Cleaning:
         return pieces
 
     def _alive(self) -> np.ndarray:
-        """(R + N,) bool: rows that take part in a comparison."""
+        """Return (R + N,) bool: rows that take part in a comparison."""
         alive = Growing(np.bool_)
         alive.append(self.compared)
         for low, high in blocks(len(self.rule)):
@@ -353,7 +355,7 @@ class _Cleaning:
         return self.rules.index((cause, rule))
 
     def _batches(self, texts: Iterable[str], what: str, *, whole: bool) -> Iterator[list[str]]:
-        """The texts in lists of bounded size. `whole`: they begin with the references' texts."""
+        """Yield the texts in lists of bounded size. `whole`: they begin with the references' texts."""
         done = -len(self.earlier) if whole else 0
         batch: list[str] = []
         held = 0
@@ -373,6 +375,6 @@ class _Cleaning:
 
 
 def _without_blanks(text: str, spans: Spans) -> Spans:
-    """The spans without the blanks at their ends."""
+    """Return the spans without the blanks at their ends."""
     found = [(end - len(text[start:end].lstrip()), start + len(text[start:end].rstrip())) for start, end in spans]
     return [(start, end) for start, end in found if start < end]

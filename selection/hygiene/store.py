@@ -1,5 +1,4 @@
-"""Arrays of one value for each of many rows: in memory while they are small, in an unnamed file on disk when they are
-not."""
+"""Arrays of one value per row: small ones in memory, large ones in an unnamed file on disk."""
 
 from __future__ import annotations
 
@@ -13,16 +12,16 @@ _BLOCK = 1 << 18
 
 
 def blocks(count: int) -> Iterator[tuple[int, int]]:
-    """(low, high) of one block of rows after another; what is done block by block takes no memory that grows."""
+    """Yield (low, high) of consecutive blocks of rows, for processing in constant memory."""
     for low in range(0, count, _BLOCK):
         yield low, min(low + _BLOCK, count)
 
 
 class Growing:
-    """A one-dimensional array built piece by piece.
+    """One-dimensional array built piece by piece.
 
-    dtype: of the array. limit: bytes held in memory; beyond that the array lives in a temporary file (in TMPDIR),
-    which disappears with the process, and `array` maps it.
+    dtype: of the array. limit: bytes held in memory; beyond that the array is in a temporary file (in TMPDIR), which is
+    removed with the process, and `array` maps it.
     """
 
     def __init__(self, dtype: Any, limit: int = 1 << 19):
@@ -34,7 +33,7 @@ class Growing:
         self._file: IO[bytes] | None = None
 
     def append(self, values: np.ndarray) -> None:
-        """Add values at the end."""
+        """Append values at the end."""
         part = np.ascontiguousarray(values, dtype=self.dtype)
         if not len(part):
             return
@@ -43,13 +42,13 @@ class Growing:
         self._held += part.nbytes
         if self._held > self.limit:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(prefix="flatshift-")  # noqa: SIM115 - lives as long as the array
+                self._file = tempfile.TemporaryFile(prefix="flatshift-")  # noqa: SIM115 - open as long as the array
             for held in self._parts:
                 held.tofile(self._file)
             self._parts, self._held = [], 0
 
     def array(self) -> np.ndarray:
-        """All values so far; what is written into it stays."""
+        """Return all values so far; writes to the result are kept."""
         if self._file is None:
             self._parts = [np.concatenate(self._parts)] if self._parts else [np.empty(0, self.dtype)]
             return self._parts[0]
@@ -61,9 +60,9 @@ class Growing:
 
 
 def made(count: int, dtype: Any, make: Callable[[int, int], Any]) -> np.ndarray:
-    """An array of `count` values, to be written into; `make(low, high)` gives those of a block, or one for all of it.
+    """Build a writable array of `count` values; `make(low, high)` returns those of a block, or one for all of it.
 
-    The file of a large one is written here and not by the map, so that a full disk is an OSError.
+    The file of a large array is written here and not through the map, so that a full disk raises OSError.
     """
     out = Growing(dtype)
     for low, high in blocks(count):

@@ -1,8 +1,8 @@
-"""The method that serves held-out target texts best, by a cheap proxy: what an n-gram model learns from its selection.
+"""Automatic choice of the method whose selection best predicts held-out target texts, by an n-gram proxy.
 
-Part of the target is set aside. Each method chooses for the rest; a trigram model of its choice, in a mixture with one
-of the whole pool, reads what was set aside. In the study behind this the proxy orders methods as real warm-ups do,
-where the recall of hidden domains does not. All choices are cut to as many tokens as the random draw's.
+Part of the target is held out. Each method selects for the rest; a trigram model of its selection, mixed with one of
+the whole pool, is evaluated on the held-out part. In the study behind this the proxy ranks methods as real warm-ups do,
+while the recall of hidden domains does not. All selections are cut to as many tokens as the random draw's.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _TRIED: dict[str, Any] = {
 _DRAWS = 3
 """Random draws that a method is compared with."""
 _SHARE = 0.5
-"""Of the selection's model in its mixture with the pool's."""
+"""Weight of the selection's model in its mixture with the pool's."""
 _TRANSPORT = ("gotd", "knn")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Tries several methods on a part of the target and takes the one whose selection predicts the held-out part best,
-    by trigrams of the backbone's tokens; a random draw where none does better than that."""
+    """Try several methods on a part of the target and take the one whose selection predicts the held-out part best, by
+    trigrams of the backbone's tokens; a random draw if none is better."""
 
     kind: Literal["auto"] = "auto"
     title: ClassVar[str] = "The selector"
@@ -68,11 +68,11 @@ class Auto:
         "gotd",
         "knn",
     )
-    """Methods to try, each with its default settings; a random draw is always among them."""
+    """Methods to try, each with its default settings; a random draw is always included."""
     holdout: float = 0.25
-    """Share of the target that is set aside to compare them; the winner then sees all of it."""
+    """Share of the target held out for the comparison; the winner then uses all of it."""
     pairs: float = 2e9
-    """Pool rows times target rows up to which gotd and knn are tried."""
+    """Product of pool rows and target rows up to which gotd and knn are tried."""
 
     def __post_init__(self) -> None:
         check(self, "holdout", above=0, most=0.9)
@@ -81,6 +81,7 @@ class Auto:
             raise ValueError("tried must name at least one method, each once")
 
     def build(self, around: SelectorContext) -> AutoSelector:
+        # The tried selectors must not share one state directory.
         alone = replace(around, state=None)
         return from_settings(
             AutoSelector, self, around, tried={name: _TRIED[name]().build(alone) for name in self.tried}
@@ -90,9 +91,9 @@ class Auto:
 class AutoSelector(Selector):
     """Fits the selector of `tried` (name → selector) that does best on held-out target texts, or draws at random.
 
-    budget: rows that will be selected, which the comparison is about. A method wins where held-out texts are likelier
-    after its choice than after each of three random draws, and by more than two standard errors (paired by text) than
-    after the first. `inside_` is the winner, fitted on the whole target; `diagnostics_["table"]` has all figures.
+    budget: rows to be selected, the size compared. A method wins if held-out texts are likelier after its selection
+    than after each of three random draws, and by more than two standard errors (paired by text) than after the first.
+    `inside_` is the winner, fitted on the whole target; `diagnostics_["table"]` has all values.
     """
 
     def __init__(
@@ -111,7 +112,10 @@ class AutoSelector(Selector):
         self.seed = seed
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs tokens on both sides, and what each of `tried` needs; one that fails is left out with its reason."""
+        """Compare the methods and fit the winner; needs tokens on both sides.
+
+        Also needs the inputs of each of `tried`; a method that fails is skipped, with its reason in the table.
+        """
         from flatshift.selection.methods.ngrams import KneserNey
 
         finite_number(self.holdout, "holdout", above=0.0, most=0.9)
@@ -145,7 +149,7 @@ class AutoSelector(Selector):
             lengths = aims.lengths
             line["nats"] = _mean(losses, aims)
             line["difference"] = line["nats"] - base
-            # Of a ratio of sums over texts, paired: each text's own surplus over the mean gap per token.
+            # Standard error of a ratio of sums over texts, paired: each text's surplus over the mean gap per token.
             rest = gaps - gaps.sum() / lengths.sum() * lengths
             line["error"] = float(np.sqrt((rest**2).sum() * len(rest) / max(len(rest) - 1, 1)) / lengths.sum())
             line["cpu_s"] = round(time.process_time() - began, 3)
@@ -163,7 +167,7 @@ class AutoSelector(Selector):
         return self
 
     def _parts(self, target: Target) -> tuple[Target, Target]:
-        """The target without what is held out, and that. Raises SelectionError for one that is too small."""
+        """Return the target without the held-out part, and that part. Raises SelectionError if it is too small."""
         count = round(self.holdout * len(target))
         if count < 2 or len(target) - count < 2:
             raise SelectionError(
@@ -177,7 +181,7 @@ class AutoSelector(Selector):
         return kept, held
 
     def _read(self, rows: TokenRows, order: np.ndarray, most: int, reference: Any, aims: TokenRows) -> np.ndarray:
-        """(M,) nats of each held-out text, once the model has read the first `most` tokens of a selection."""
+        """Return (M,) nats of each held-out text under a model of the first `most` tokens of a selection."""
         from flatshift.selection.methods.ngrams import KneserNey, trigrams
 
         reached = np.cumsum(rows.lengths[order])
@@ -190,12 +194,12 @@ class AutoSelector(Selector):
 
 
 def _mean(losses: np.ndarray, aims: TokenRows) -> float:
-    """Nats per token."""
+    """Return the mean nats per token."""
     return float(losses.sum() / aims.lengths.sum())
 
 
 def _taken(side: Pool, rows: np.ndarray) -> Pool:
-    """Some rows of a target, with all that it has."""
+    """Return some rows of a target, with all its fields."""
     numbers = rows.tolist()
     return Pool(
         ids=None if side.ids is None else [side.ids[i] for i in numbers],

@@ -1,4 +1,4 @@
-"""What selectors take (Pool, Target) and what they all share (Selector)."""
+"""Inputs of selectors (Pool, Target) and their base class (Selector)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from flatshift.selection.validation import feature_matrix, strings
 
 Progress = Callable[[str, int, int], None]
 UNITS = {"sqeuclidean": 1.0, "cosine": 0.5}
-"""A cost in squared distances between `scaled_features` rows."""
+"""Each cost as a multiple of squared distances between `scaled_features` rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Samples in file order: whichever of texts and features a method needs.
+    """Samples in file order, with the fields that a method needs.
 
     ids: N strings (random draws are keyed by them, so they follow a sample when rows move). texts: N strings.
-    features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution
-    over rows that optimal transport sees; uniform when None. losses: (N,), mean −log p per token under a model.
-    tokens: N rows of token numbers (`selection.TokenRows`), of one tokenizer on both sides.
+    features: (N, d) array or memory map, used as given. domains: N names or None. weights: (N,), the distribution over
+    rows for optimal transport; uniform when None. losses: (N,), mean −log p per token under a model.
+    tokens: N rows of token ids (`selection.TokenRows`), of one tokenizer on both sides.
     """
 
     ids: Sequence[str] | None = None
@@ -54,28 +54,28 @@ class Pool:
 
 
 Target = Pool
-"""Samples of the task; the same class."""
+"""Samples of the task; the same class as Pool."""
 
 
 class Selector:
-    """Base of all selectors, in scikit-learn's manner.
+    """Base of all selectors, in scikit-learn's style.
 
     Constructors only store their keyword parameters. `fit` returns self and sets `scores_` (N,) float64, smaller is
     better for every method; `nearest_target_` (N,) int64 or None; `diagnostics_`, a dict for the manifest. A method
-    that shapes its selection for one size takes it as the parameter `budget`: `select(budget)` is then that selection,
-    a smaller k its best part, a larger k adds rows behind it. A method with the parameter `repeats` may choose a row so
-    often: `readings_` then names it each time.
+    that optimises its selection for one size takes it as the parameter `budget`: `select(budget)` is then that
+    selection, a smaller k its best part, a larger k adds rows after it. A method with the parameter `repeats` may
+    choose a row up to that many times: `readings_` then lists it each time.
     """
 
     by_words: ClassVar[bool] = True
-    """Whether words that a row shares with the target can speak for its choice."""
+    """True if words that a row shares with the target can explain its choice."""
     signed: ClassVar[bool] = False
-    """Whether rows of negative score help and others do not; else scores have no zero that says anything."""
+    """True if rows of negative score help and others do not; otherwise zero has no meaning."""
     scores_: np.ndarray
     nearest_target_: np.ndarray | None
     diagnostics_: dict[str, Any]
     readings_: np.ndarray | None = None
-    """(R,) int64: the rows of the selection in the order chosen, each as often as it is to be read; None: once, by
+    """(R,) int64: the rows of the selection in the order chosen, each as often as it is to be read; None: once each, by
     score."""
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
@@ -85,11 +85,11 @@ class Selector:
     def fit_texts(
         self, pool: Sequence[str], target: Sequence[str], embedder: Any = None, *, progress: Progress | None = None
     ) -> Self:
-        """`fit` on lists of texts, whose vectors `embedder` makes.
+        """Fit on lists of texts, embedded by `embedder`.
 
         embedder: an object with `fit_transform(pool, target)`, one with `transform(texts)`, or a function from a list
         of texts to (n, d) vectors, as `SentenceTransformer(...).encode`; None: `TfIdfEmbedder()`.
-        Raises SelectionError for anything else, and for what are no lists of texts.
+        Raises SelectionError for anything else, or for arguments that are not lists of texts.
         """
         for name, side in (("pool", pool), ("target", target)):
             if isinstance(side, str) or not hasattr(side, "__len__"):
@@ -115,16 +115,18 @@ class Selector:
         return self.fit(replace(sides[0], features=x), replace(sides[1], features=y), progress=progress)
 
     def select(self, k: int) -> np.ndarray:
-        """The k best rows as int64 indices in rank order; ties go by file order (`ties`). With `readings_` the first k
-        of them, and behind them rows that were never chosen. Raises SelectionError."""
+        """Return the k best rows as int64 indices in rank order; ties by file order (`ties`).
+
+        With `readings_`, the first k of them, followed by rows that were never chosen. Raises SelectionError.
+        """
         k, order = checked_budget(k, len(self._fitted())), self._order()
         if self.readings_ is None:
             return order[:k]
         return np.concatenate([self.readings_, order[len(np.unique(self.readings_)) :]])[:k]
 
     def ties(self, k: int) -> int:
-        """Rows that share the score at which `select(k)` cuts, where only file order tells which of them are in it; 0
-        where the scores decide. Raises SelectionError."""
+        """Count the rows that share the score at which `select(k)` cuts, so that only file order decides among them; 0
+        if the scores decide. Raises SelectionError."""
         scores = self._fitted()
         k = checked_budget(k, len(scores))
         if self.readings_ is not None:
@@ -134,7 +136,7 @@ class Selector:
         return tied if int((scores < last).sum()) + tied > k else 0
 
     def ranks(self) -> np.ndarray:
-        """(N,) int64: 1 for the best row, N for the worst; ties by file order."""
+        """Return (N,) int64: 1 for the best row, N for the worst; ties by file order."""
         order = self._order()
         ranks = np.empty(len(order), dtype=np.int64)
         ranks[order] = np.arange(1, len(order) + 1)
@@ -149,11 +151,11 @@ class Selector:
         return self.scores_
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Constructor parameters by name (scikit-learn's `clone` works with this)."""
+        """Return constructor parameters by name (for scikit-learn's `clone`)."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def set_params(self, **params: Any) -> Self:
-        """Change constructor parameters. Raises SelectionError for a name the constructor does not know."""
+        """Change constructor parameters. Raises SelectionError for an unknown name."""
         known = self.get_params()
         for name, value in params.items():
             if name not in known:
@@ -168,7 +170,7 @@ class Selector:
 
 
 def checked_budget(k: Any, count: int) -> int:
-    """`k` where it is a whole number between 1 and `count`. Raises SelectionError."""
+    """Return `k` if it is a whole number between 1 and `count`. Raises SelectionError."""
     if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
         raise SelectionError(f"the budget must be a whole number of at least 1, not {k!r}")
     if k > count:
@@ -186,8 +188,10 @@ def finite_number(value: Any, name: str, *, above: float = -inf, least: float = 
 
 
 def require_field(pool: Pool, target: Target, part: str, method: str) -> tuple[Any, Any]:
-    """Both sides' `part` ("texts", "tokens" or "features"), features as matrices. SelectionError: one is
-    missing, or tokens are of two vocabularies."""
+    """Return `part` ("texts", "tokens" or "features") of both sides, features as matrices.
+
+    Raises SelectionError if one is missing, or tokens are of two vocabularies.
+    """
     found = []
     for name, side in (("pool", pool), ("target", target)):
         value = getattr(side, part)
@@ -203,7 +207,7 @@ def require_field(pool: Pool, target: Target, part: str, method: str) -> tuple[A
 
 
 def unit_weights(weights: Any, count: int) -> np.ndarray:
-    """(count,) float64 that sums to 1: `weights` scaled, or uniform where they are None."""
+    """Return (count,) float64 that sums to 1: `weights` scaled, or uniform if they are None."""
     if weights is None:
         return np.full(count, 1.0 / count)
     given = np.asarray(weights, dtype=np.float64)
@@ -211,15 +215,15 @@ def unit_weights(weights: Any, count: int) -> np.ndarray:
 
 
 def scaled_features(rows: Any, cost: str) -> np.ndarray:
-    """Rows as float64, for "cosine" of length one, so that costs are `UNITS[cost]` times squared distances."""
+    """Return rows as float64, for "cosine" of length one, so that costs are `UNITS[cost]` times squared distances."""
     wide = np.asarray(rows, dtype=np.float64)
     return wide if cost == "sqeuclidean" else np.asarray(wide / np.linalg.norm(wide, axis=1, keepdims=True))
 
 
 def behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """`scores` with those of `rows` (a mask) moved behind all others, among themselves by `order`, smallest first.
+    """Return `scores` with those of `rows` (a mask) moved behind all others, sorted among themselves by `order`.
 
-    The moved rows get the largest other score plus 1 plus `order` less its smallest: finite, and larger.
+    The moved rows get the largest other score plus 1 plus `order` minus its smallest: finite, and larger.
     """
     if not rows.any():
         return scores
@@ -231,9 +235,9 @@ def behind(scores: np.ndarray, rows: np.ndarray, order: np.ndarray) -> np.ndarra
 
 
 def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:
-    """(N,) float64 in (0, 1): a uniform draw for each row, fixed by (seed, purpose, id) and not by its position.
+    """Return (N,) float64 in (0, 1): a uniform draw for each row, keyed by (seed, purpose, id) and not by its position.
 
-    Rows that share an id get draws of their own, by order of appearance.
+    Rows that share an id get different draws, by order of appearance.
     """
     key = hashlib.sha256(f"{purpose}\x1f{seed}".encode()).digest()
 
@@ -245,7 +249,7 @@ def keyed_uniform(pool: Pool, seed: int, purpose: str) -> np.ndarray:
         raw += draw(name)
     bits = np.frombuffer(raw, dtype="<u8")
     if pool.ids is not None:
-        # Only rows whose draw is not alone can share an id; names are kept for these alone.
+        # Only rows whose draw is not unique can share an id; names are kept for these alone.
         ordered = np.sort(bits)
         twins = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
         del ordered

@@ -1,6 +1,7 @@
-"""A linear classifier of target against pool, as quality filters use it (DCLM: Li et al. 2024, arXiv 2406.11794).
+"""Linear classifier of target against pool, as in quality filters (DCLM: Li et al. 2024, arXiv 2406.11794).
 
-There fastText on words; here scikit-learn's logistic regression on hashed uni- and bigrams of the backbone's tokens.
+DCLM uses fastText on words; here it is scikit-learn's logistic regression on hashed uni- and bigrams of the backbone's
+tokens.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Classifier:
     strength: float = 10.0
     """C of scikit-learn's LogisticRegression: larger fits the target's texts more closely."""
     fit_rows: int = 20_000
-    """Pool texts that it learns from, at most, drawn by seed; as many of the target's."""
+    """Maximum number of pool texts for training, drawn by seed; the same maximum for the target."""
     minimum: int = 8
-    """Tokens; shorter texts come behind all others."""
+    """Minimum number of tokens; shorter texts are ranked last."""
 
     def __post_init__(self) -> None:
         check(self, "buckets", "fit_rows", least=2)
@@ -54,10 +55,10 @@ class Classifier:
 
 
 class ClassifierSelector(Selector):
-    """Scores by −log odds that a text is of the target. Features: its distinct n-grams, at length one.
+    """Scores by −log odds that a text is from the target. Features: its distinct n-grams, scaled to length one.
 
-    Two classifiers learn from two halves of the pool's sample, each beside all target texts, classes balanced. A text
-    is scored by those that did not learn from it, so that having been an example of the pool costs it nothing. Texts of
+    Two classifiers are trained on two halves of the pool's sample, each with all target texts, classes balanced. A text
+    is scored only by those not trained on it, so that it is not penalised for having been a negative example. Texts of
     fewer than `minimum` tokens follow behind all others. Parameters as in `Classifier`; ignores weights.
     """
 
@@ -77,7 +78,7 @@ class ClassifierSelector(Selector):
         self.seed = seed
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs tokens on both sides."""
+        """Train the classifiers and score the pool; needs tokens on both sides."""
         for name in ("buckets", "fit_rows", "minimum"):
             finite_number(getattr(self, name), name, least=1 if name == "minimum" else 2)
         finite_number(self.strength, "strength", above=0.0)
@@ -85,7 +86,8 @@ class ClassifierSelector(Selector):
         if not len(aims.flat):
             raise SelectionError("no target text holds a single token; classifier has nothing to learn from")
         drawn = np.argsort(keyed_uniform(pool, self.seed, "classifier sample"), kind="stable")[: self.fit_rows]
-        # The order of rows must not matter, to the last bit: the pool's is drawn, the target's goes by content.
+        # The result must not depend on the order of rows, bit for bit: the pool is drawn by id, the target sorted by
+        # content.
         wanted = sorted((aims[i] for i in range(len(aims))), key=lambda row: row.tobytes())
         generator = np.random.Generator(np.random.PCG64([self.seed, 0xC1A55]))
         if len(wanted) > self.fit_rows:
@@ -118,11 +120,11 @@ class ClassifierSelector(Selector):
 
     @property
     def explains(self) -> bool:
-        """Whether `evidence` can be asked: after `fit`."""
+        """True if `evidence` is available: after `fit`."""
         return hasattr(self, "_weights")
 
     def evidence(self, rows: TokenRows) -> list[Sequence[float]]:
-        """For each text what each of its tokens said for it: its weight and that of its pair with the one before."""
+        """Return each text's evidence by token: the token's weight plus that of its bigram with the one before."""
         from flatshift.selection.methods.dsir import mix
 
         weights, buckets, out = self._weights[:, :-1].mean(0), np.uint64(self.buckets), []
@@ -135,7 +137,7 @@ class ClassifierSelector(Selector):
         return out
 
     def _learned(self, rows: TokenRows, half: np.ndarray, wanted: list[np.ndarray]) -> np.ndarray:
-        """(buckets + 1,) weights and intercept."""
+        """Fit one classifier; return (buckets + 1,) weights and intercept."""
         from sklearn.linear_model import LogisticRegression
 
         from flatshift.selection.features.tokens import TokenRows
@@ -151,7 +153,7 @@ class ClassifierSelector(Selector):
         return out
 
     def _features(self, flat: np.ndarray, lengths: np.ndarray, size: int) -> Any:
-        """CSR (n, buckets) float64: one over the root of how many a text has, for each of its distinct n-grams."""
+        """Return CSR (n, buckets) float64: 1/√(number of distinct n-grams) for each distinct n-gram of a text."""
         from scipy.sparse import csr_matrix
 
         from flatshift.selection.features.tokens import grams

@@ -1,4 +1,4 @@
-"""GOT-D with negative examples: towards the target, away from what must not be learnt."""
+"""GOT-D with negative examples: towards the target, away from texts that must not be learnt."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class GotDContrast:
     """GOT-D towards the target and away from negative examples (`select.negative.files`). Score: attract · the target's
-    calibrated gradient − repel · the negatives'. The minus sign is inferred, as the paper gives none: a row is taken
-    where its mass would take the pool away from the negatives."""
+    calibrated gradient − repel · the negatives'. The minus sign is inferred, as the paper gives none: a row is chosen
+    if its mass would move the pool away from the negatives."""
 
     kind: Literal["gotd-contrast"] = "gotd-contrast"
     title: ClassVar[str] = "GOT-D with negatives"
@@ -30,9 +30,9 @@ class GotDContrast:
     cost: Literal["sqeuclidean", "cosine"] = "sqeuclidean"
     """Squared Euclidean distance of features as given, or 1 − cosine (no feature may be zero)."""
     memory_gib: float = 1.0
-    """What the solver may hold beside the features, GiB."""
+    """Memory limit of the solver, in addition to the features, GiB."""
     attract: float = 1.0
-    """Weight of the target's gradient; 0: away from the negatives only, as the paper's detoxification study."""
+    """Weight of the target's gradient; 0: only away from the negatives, as in the paper's detoxification study."""
     repel: float = 1.0
     """Weight of the negatives' gradient."""
 
@@ -49,11 +49,11 @@ class GotDContrast:
 class GotDContrastSelector(Selector):
     """Scores by attract · s_i(target) − repel · s_i(negative), s the calibrated gradient of OT_ε from the pool.
 
-    s_i(negative) > 0 says that more mass on row i takes the pool away from the negatives; such rows get the smaller
+    s_i(negative) > 0 means that more mass on row i moves the pool away from the negatives; such rows get the smaller
     scores. The paper (arXiv 2405.02774 §3.1) only says that toxic text served "as the negative target"; the sign is
-    inferred from what that is for. attract = 0 is that variant. Both gradients are in units of cost on the same
-    features, so weights of 1 compare like with like. `nearest_target_` and `potentials_` are the target's; `away_` (N,)
-    s(negative). The other parameters are those of `GotDSelector`.
+    inferred from its purpose. attract = 0 is that variant. Both gradients are in units of cost on the same features, so
+    that equal weights are comparable. `nearest_target_` and `potentials_` are the target's; `away_` (N,) s(negative).
+    The other parameters are those of `GotDSelector`.
     """
 
     signed = True
@@ -84,7 +84,8 @@ class GotDContrastSelector(Selector):
     def fit(
         self, pool: Pool, target: Target, *, negative: Target | None = None, progress: Progress | None = None
     ) -> Self:
-        """Needs features on all three sides. Warns (ConvergenceWarning) where a tolerance was not reached."""
+        """Score the pool; needs features on all three sides. Warns (ConvergenceWarning) if a tolerance is not
+        reached."""
         finite_number(self.attract, "attract", least=0.0)
         finite_number(self.repel, "repel", least=0.0)
         if self.attract == self.repel == 0:
@@ -115,7 +116,7 @@ class GotDContrastSelector(Selector):
         return self
 
     def _solve(self, pool: Pool, x: Any, side: Target, y: Any, progress: Progress | None) -> Potentials:
-        from flatshift.selection.transport.solver import sinkhorn_potentials  # brings torch
+        from flatshift.selection.transport.solver import sinkhorn_potentials  # imports torch
 
         return sinkhorn_potentials(
             x,

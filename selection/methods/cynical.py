@@ -1,11 +1,11 @@
 """Cynical selection (Axelrod 2017, arXiv 1709.02279): greedily the text that lowers the target's cross-entropy most.
 
-Moore and Lewis judge every text by itself, so that the first choices repeat one another and what the target has beside
-them is never served. Here a text is judged beside those already chosen: an n-gram that the selection holds often enough
-gains little more. Where no other text gains as much, the same one is taken again, to be read more than once: for some
-readings that costs a language model little (Muennighoff et al. 2023, arXiv 2305.16264). The sum that is maximised is a
-submodular function of n-gram counts (Kirchhoff and Bilmes 2014), so that a gain only falls as the selection grows, and
-a text is looked at again only when its last known gain leads.
+Moore and Lewis score every text by itself, so that the first choices repeat one another and the rest of the target is
+never covered. Here a text is scored given those already chosen: an n-gram that the selection holds often enough gains
+little more. If no other text gains as much, the same one is chosen again, to be read more than once: a few repeats cost
+a language model little (Muennighoff et al. 2023, arXiv 2305.16264). The objective is a submodular function of n-gram
+counts (Kirchhoff and Bilmes 2014), so that gains only fall as the selection grows, and a text is rescored only when its
+last known gain leads.
 """
 
 from __future__ import annotations
@@ -36,32 +36,34 @@ _ORDERS = (1, 2, 3)
 _BLOCK = 256
 """Texts whose n-grams are looked up together."""
 _LOOKS, _MOST_LOOKS = 8192, 1 << 18
-"""Texts that are looked at by the same bounds: a 32nd of the pool within these limits. Their n-grams are kept, about a
-kB each."""
+"""Texts rescored with the same bounds: a 32nd of the pool within these limits. Their n-grams are kept, about a kB
+each."""
 
 _MULTIPLIER = 0x9E3779B97F4A7C15
-"""Of multiplicative hashing (Knuth): 2^64 over the golden ratio."""
+"""Multiplier of multiplicative hashing (Knuth): 2^64 over the golden ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cynical:
     """Cynical selection: one text after another, each the one that lowers the target's cross-entropy most per token
-    beside those already chosen; uni-, bi- and trigrams of the backbone's tokens."""
+    given those already chosen; uni-, bi- and trigrams of the backbone's tokens."""
 
     kind: Literal["cynical"] = "cynical"
     title: ClassVar[str] = "Cynical selection"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     mixture: float = 0.67
     """Share of the selection in the mixture with the pool (what the backbone has seen) whose cross-entropy counts. The
-    smaller, the more it goes by what is rarer in the pool than in the target, and the less by what is still missing."""
+    smaller, the more it favours n-grams that are rarer in the pool than in the target, and the less those still
+    missing."""
     prior: float = 15.0
-    """Tokens without any gain that every text is taken to hold beside its own, so that a long text has to gain less a
-    token than a short one. 0: the plain gain per token."""
+    """Virtual tokens without gain added to every text, so that a long text needs less gain per token than a short one.
+    0: the plain gain per token."""
     minimum: int = 8
-    """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
+    """Minimum number of tokens; shorter texts are ranked last, because a few tokens may resemble the target by
+    chance."""
     repeats: int = 1
-    """Number of times that a text may be taken. Above 1 it is taken again where that lowers the cross-entropy more
-    than any text not yet taken, and the budget counts each time."""
+    """Maximum number of times that a text may be chosen. Above 1 it is chosen again if that lowers the cross-entropy
+    more than any text not yet chosen, and the budget counts each time."""
 
     def __post_init__(self) -> None:
         check(self, "mixture", above=0, most=0.99)
@@ -74,21 +76,21 @@ class Cynical:
 
 
 class CynicalSelector(Selector):
-    """Takes one after another the text of the largest gain ΔF / (n + prior), n its tokens, where
+    """Repeatedly takes the text of the largest gain ΔF / (n + prior), n its tokens, where
 
         F(S) = Σ_g w_g log(1 + c_S(g) / (κ p(g)))   over the target's uni-, bi- and trigrams g,
 
-    w_g: their share among those of the target; p(g) in the pool, one occurrence added; c_S(g): how often the chosen
-    texts hold it; κ = (1 − mixture)/mixture · the tokens of `budget` mean texts. So F is the fall of the target's
-    cross-entropy (summed over the three orders) from the pool's distribution to the mixture of pool and selection, but
-    for a constant. S is a multiset: a text may be taken up to `repeats` times, and then is to be read so often.
-    Greedy by gain per token, exact by lazy evaluation (Minoux 1978; Leskovec et al. 2007, CELF). It ends with `budget`
-    readings, or later where these hold fewer tokens than as many mean texts.
+    w_g: their share among those of the target; p(g) in the pool, one occurrence added; c_S(g): the count in the chosen
+    texts; κ = (1 − mixture)/mixture · the tokens of `budget` mean texts. So F is, up to a constant, the fall of the
+    target's cross-entropy (summed over the three orders) from the pool's distribution to the mixture of pool and
+    selection. S is a multiset: a text may be taken up to `repeats` times, and is then to be read as often. Greedy by
+    gain per token, exact by lazy evaluation (Minoux 1978; Leskovec et al. 2007, CELF). It ends with `budget` readings,
+    or later if these have fewer tokens than as many mean texts.
 
     Scores are −gain at the time a text was first taken, in nats of cross-entropy (mean over the orders) that the whole
-    budget would bring at this rate. Texts that were not taken follow by what they would gain beside the selection (an
-    upper bound: repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget
-    None: a tenth of the pool. Weights are ignored. `evidence` says which tokens speak for a text.
+    budget would bring at this rate. Texts that were not taken follow by their gain given the selection (an upper bound:
+    repeats inside a text count in full), those of fewer than `minimum` tokens behind all others. budget None: a tenth
+    of the pool. Weights are ignored. `evidence` returns the tokens that speak for a text.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class CynicalSelector(Selector):
         self.budget = budget
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs tokens on both sides. The pool is read at least three times, and leading texts by themselves."""
+        """Select and score; needs tokens on both sides. Reads the pool at least three times, and leading texts
+        individually."""
         finite_number(self.mixture, "mixture", above=0.0, most=0.99)
         finite_number(self.prior, "prior", least=0.0)
         finite_number(self.minimum, "minimum", least=1)
@@ -130,7 +133,7 @@ class CynicalSelector(Selector):
         self.scores_ = self._bounds(rows, self._base + held, None)
         self.readings_, distinct = taken, np.unique(taken, return_index=True)
         if len(taken):
-            # A gain is never above an earlier one, nor one that is left above the last, but for rounding.
+            # Up to rounding, gains never increase, and no remaining gain is above the last one taken.
             reached = np.maximum.accumulate(reached)
             np.maximum(self.scores_, np.nextafter(reached[-1], np.inf), out=self.scores_)
             self.scores_[distinct[0]] = reached[distinct[1]]
@@ -155,22 +158,22 @@ class CynicalSelector(Selector):
 
     @property
     def explains(self) -> bool:
-        """Whether `evidence` can be asked: after `fit`."""
+        """True if `evidence` is available: after `fit`."""
         return hasattr(self, "_ngrams")
 
     def evidence(self, rows: TokenRows) -> list[Any]:
-        """For each text what each of its tokens, as the end of its n-grams, would gain as the first of its kind."""
+        """Return each text's evidence by token: the gain of the n-grams that end in it, with nothing chosen yet."""
         self._fitted()
         flat, lengths = rows.part(0, len(rows))
         return np.split(self._by_token(flat, lengths, self._base), np.cumsum(lengths)[:-1]) if len(rows) else []
 
     def _by_token(self, flat: np.ndarray, lengths: np.ndarray, base: np.ndarray) -> np.ndarray:
-        """(T,) gain of one more occurrence of the n-grams that end in each token."""
-        once = np.append(self._ngrams.weights * np.log1p(1.0 / base), 0.0)  # the last: no n-gram of the target
+        """Return (T,) gain of one more occurrence of the n-grams that end in each token."""
+        once = np.append(self._ngrams.weights * np.log1p(1.0 / base), 0.0)  # the last entry: no n-gram of the target
         return np.asarray(sum(once[found] for found in self._ngrams.find(flat, lengths)))
 
     def _bounds(self, rows: TokenRows, base: np.ndarray, progress: Progress | None) -> np.ndarray:
-        """(N,) −gain per token of each text at most: the logarithm is concave, so that repeats in a text add less."""
+        """Return (N,) lower bounds of −gain per token: the logarithm is concave, so that repeats in a text add less."""
         bounds = np.empty(len(rows))
         for low, flat, lengths in rows.parts():
             gains = text_sums(self._by_token(flat, lengths, base), lengths)
@@ -183,7 +186,10 @@ class CynicalSelector(Selector):
         return np.maximum(lengths + self.prior, 1.0)
 
     def _greedy(self, rows: TokenRows, left: np.ndarray, least: tuple[int, float], progress: Progress | None) -> _Taken:
-        """left (N,): which texts may be taken, changed; least: readings and tokens that are to be taken."""
+        """Run the greedy selection.
+
+        left (N,): texts that may be taken, modified in place. least: readings and tokens to be reached.
+        """
         base, held = self._base, np.zeros(len(self._base))
         times: dict[int, int] = {}
         reached: list[float] = []
@@ -204,7 +210,7 @@ class CynicalSelector(Selector):
             known: dict[int, _Text] = {}
             leading: list[tuple[float, int, int]] = []
             place, passes, before = 0, passes + 1, len(taken)
-            # Bounds of a while ago let too many texts lead: then one more pass is cheaper.
+            # Outdated bounds let too many texts lead: then one more pass over the pool is cheaper.
             while not enough() and (place <= once or len(taken) == before):
                 while place < len(first) and (not leading or bound[first[place]] <= leading[0][0]):
                     some = first[place : place + _BLOCK].tolist()
@@ -234,13 +240,13 @@ class CynicalSelector(Selector):
         return _Taken(held, np.array(reached), np.array(taken, dtype=np.int64), looks, passes)
 
     def _score(self, text: _Text, held: np.ndarray) -> float:
-        """−gain per token of a text beside what is held."""
+        """Return −gain per token of a text given the held counts."""
         ngrams, times, length = text
         gain = float(self._ngrams.weights[ngrams] @ np.log1p(times / (self._base[ngrams] + held[ngrams])))
         return -gain / float(self._sizes(np.asarray(length)))
 
     def _looked_up(self, rows: TokenRows, some: list[int]) -> dict[int, _Text]:
-        """Some texts, by row."""
+        """Look up the target's n-grams in some texts, by row."""
         part = rows.take(some)
         flat, lengths = part.part(0, len(part))
         text_of = np.repeat(np.arange(len(lengths)), lengths)
@@ -254,34 +260,34 @@ class CynicalSelector(Selector):
 
 
 class _Text(NamedTuple):
-    """What a text of the pool has of the target."""
+    """N-grams of the target in a text of the pool."""
 
     ngrams: np.ndarray
     """(K,) numbers of the target's n-grams in it, ascending."""
     times: np.ndarray
-    """(K,) how often it has each."""
+    """(K,) count of each."""
     length: int
-    """Tokens."""
+    """Number of tokens."""
 
 
 class _Taken(NamedTuple):
-    """What the greedy took."""
+    """Result of the greedy selection."""
 
     held: np.ndarray
-    """(G,) occurrences of each of the target's n-grams in it."""
+    """(G,) occurrences of each of the target's n-grams in the chosen texts."""
     scores: np.ndarray
     """−gain per token of each at the time, in the order taken."""
     rows: np.ndarray
-    """In the order taken, a row as often as it was; of equal gains the earlier row first."""
+    """Rows in the order taken, repeated ones each time; for equal gains the earlier row first."""
     looks: int
-    """How many texts were looked at by themselves."""
+    """Number of individually scored texts."""
     passes: int
-    """Over the pool, for bounds."""
+    """Number of passes over the pool for bounds."""
 
 
 class _TargetNgrams:
-    """The distinct uni-, bi- and trigrams of the target's texts, numbered; `weights` (G,): the share of each among all
-    of its order."""
+    """Distinct uni-, bi- and trigrams of the target's texts, numbered; `weights` (G,): the share of each among all of
+    its order."""
 
     def __init__(self, aims: TokenRows):
         from flatshift.selection.methods.ngrams import checked_vocabulary, trigrams
@@ -302,7 +308,8 @@ class _TargetNgrams:
         return len(self.weights)
 
     def find(self, flat: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-        """By order, (T,) int64: the number of the n-gram that ends in each token, −1 where the target has it not."""
+        """Return by order (T,) int64: the number of the n-gram that ends in each token, −1 if it is not in the
+        target."""
         from flatshift.selection.methods.ngrams import trigrams
 
         whole = trigrams(flat, lengths, self._size)
@@ -313,13 +320,13 @@ class _TargetNgrams:
             there, numbers = there[numbers >= 0], numbers[numbers >= 0]
             found = np.full(len(whole), -1, dtype=np.int64)
             found[there] = numbers
-            out.append(found)  # only where the shorter n-gram is known can the longer one be
+            out.append(found)  # a longer n-gram can be known only if the shorter one is
         return out
 
 
 class _HashTable:
-    """Numbers of distinct uint64 keys, `start` for the first. Keys that come in no order are found in one or two steps,
-    where a search of the sorted keys takes one for each halving."""
+    """Numbers of distinct uint64 keys, counted from `start`. Keys in no order are found in one or two steps, where a
+    binary search takes one for each halving."""
 
     def __init__(self, keys: np.ndarray, start: int):
         bits = (8 * len(keys)).bit_length()
@@ -335,7 +342,7 @@ class _HashTable:
         return ((keys * np.uint64(_MULTIPLIER)) >> self._shift).astype(np.int64)
 
     def numbers(self, keys: np.ndarray) -> np.ndarray:
-        """(n,) int64, −1 for keys that it has not."""
+        """Return (n,) int64, −1 for unknown keys."""
         slots = self._slots(keys)
         first, end = self._starts[slots], self._starts[slots + 1]
         out = np.full(len(keys), -1, dtype=np.int64)

@@ -1,16 +1,16 @@
-"""The pool's entropic transport potential to itself, from a subsample: what debiased GOT-D subtracts.
+"""The pool's entropic transport potential to itself, from a subsample: the term that debiased GOT-D subtracts.
 
 For OT_ε(α, α) both potentials are one function p, the fixed point of
 
     p(x_i) = −ε log Σ_j a_j exp((p(x_j) − |x_i − x_j|²)/ε) .
 
-With N rows that is an N×N problem. A uniform subsample T of rows with positive weight stands for the *other* rows, and
-the row's own term, which in high dimension outweighs all others, is kept apart at its true weight a_i:
+With N rows that is an N×N problem. A uniform subsample T of rows with positive weight represents the *other* rows, and
+the row's own term, which in high dimension outweighs all others, is kept separate at its true weight a_i:
 
     u_i = A_i + a_i/u_i ,  u = exp(−p/ε) ,  A_i = (1 − a_i) Σ_{j∈T, j≠i} w_j exp((p_j − c_ij)/ε) ,
 
 so u_i = (A_i + √(A_i² + 4 a_i))/2. Leaving the own term to the sample would give rows in T a match at distance zero
-that the others lack, and would sort the pool by who was drawn. With T = all rows this is the exact equation.
+that the others lack, and would rank the pool by membership in the sample. With T = all rows this is the exact equation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _MAX_ITERATIONS = 5_000
 
 @dataclass(frozen=True)
 class SelfPotential:
-    """`p` (N,) float64 in units of cost; `sample`: rows it was solved on; `change`: the last step, in units of ε."""
+    """`p` (N,) float64 in units of cost; `sample`: number of rows it was solved on; `change`: last step, in units of
+    ε."""
 
     p: np.ndarray
     sample: int
@@ -45,7 +46,7 @@ def self_potential(
     chunk: int | None = None,
     progress: Progress | None = None,
 ) -> SelfPotential:
-    """p for every row of `pool` at the absolute `epsilon`, in units of `cost`. Memory: sample² + chunk·sample.
+    """Compute p for every row of `pool` at the absolute `epsilon`, in units of `cost`. Memory: sample² + chunk·sample.
 
     Expects features and weights that the transport solver has already checked.
     """
@@ -70,7 +71,7 @@ def self_potential(
     kernel = np.maximum(squared[:, None] + squared - 2.0 * points @ points.T, 0.0)
     np.fill_diagonal(kernel, np.inf)
     np.exp(np.divide(kernel, -epsilon, out=kernel), out=kernel)
-    # Σ_{j≠i} w_j = 1 − w_i is what the other rows' mass 1 − a_i is spread over.
+    # The other rows' mass 1 − a_i is spread over Σ_{j≠i} w_j = 1 − w_i.
     rest = (1.0 - own) / np.maximum(1.0 - weights, 1e-300)
     p = np.zeros(len(drawn))
     change = np.inf
@@ -78,7 +79,7 @@ def self_potential(
         total = rest * (kernel @ (weights * np.exp(p / epsilon)))
         new = -epsilon * np.log(0.5 * (total + np.sqrt(total * total + 4.0 * own)))
         change = float(np.abs(new - p).max()) / epsilon
-        p = 0.5 * (p + new)  # the plain iteration swings; its mean with the last point converges
+        p = 0.5 * (p + new)  # the plain iteration oscillates; averaging with the last point converges
         if change <= _TOLERANCE:
             break
     out = np.empty(n)
@@ -105,7 +106,8 @@ def _extend(
     own: np.ndarray,
     epsilon: float,
 ) -> np.ndarray:
-    """p at `rows` (B, d) from the sample; in logarithms, since far rows of weight 0 have no own term to hold them."""
+    """Return p at `rows` (B, d) from the sample; in logarithms, since far rows of weight 0 have no own term to keep
+    them finite."""
     logits = rows @ points.T
     logits *= 2.0 / epsilon
     logits += bias
@@ -114,7 +116,7 @@ def _extend(
     left = np.ones(len(rows))
     left[inside] -= weights[place[inside]]
     top = logits.max(1)
-    # A sample of one row has no others: the logarithm of nothing is −∞ and only the own term remains.
+    # A sample of one row has no others: log 0 = −∞, and only the own term remains.
     safe = np.where(np.isfinite(top), top, 0.0)
     logits -= safe[:, None]
     np.exp(logits, out=logits)

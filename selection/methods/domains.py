@@ -1,4 +1,4 @@
-"""A share of the budget for every domain, exactly, and another method's order inside each."""
+"""Fixed shares of the budget for each domain, filled in the order of another method."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from flatshift.selection.validation import real_weights
 class DomainsSelector(Selector):
     """Quotas by largest remainder, filled with the best rows of each domain by the scores of `inside`.
 
-    budget: what the quotas add up to. shares: domain → weight, or None for the target's own mix (its weights counted,
-    where it has any). inside: a selector, fitted on the whole pool; None draws at random by `seed`. A domain with fewer
-    rows than its quota gives all it has, and the rest of the quota goes to the others by their shares; with explicit
-    shares a domain that the pool lacks is an error. Rows are ranked so that every prefix mixes domains as the whole
-    does: the j-th row of a domain with quota q scores (j − ½)/q, rows beyond the quota follow from 1 on by their
-    place in their domain. No row is taken twice, whatever `inside` repeats. `quotas_` maps domain → rows.
+    budget: sum of the quotas. shares: domain → weight, or None for the target's own mix (with its weights, if it has
+    any). inside: a selector, fitted on the whole pool; None draws at random by `seed`. A domain with fewer rows than
+    its quota gives all it has, and the rest of the quota goes to the others by their shares; with explicit shares a
+    domain that the pool lacks is an error. Rows are ranked so that every prefix mixes domains as the whole does: the
+    j-th row of a domain with quota q scores (j − ½)/q, rows beyond the quota follow from 1 on by their position in
+    their domain. No row is taken twice, whatever `inside` repeats. `quotas_` maps domain → rows.
     """
 
     def __init__(
@@ -38,7 +38,11 @@ class DomainsSelector(Selector):
         self.seed = seed
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None, **more: Any) -> Self:
-        """Needs domains on the pool, on the target too without `shares`, and what `inside` needs; `more` goes to it."""
+        """Compute quotas and scores; needs domains on the pool, on the target too without `shares`, and the inputs of
+        `inside`.
+
+        `more` is passed to `inside.fit`.
+        """
         if self.budget is None:
             raise SelectionError("domains splits one budget; construct it with budget=")
         budget = checked_budget(self.budget, len(pool))
@@ -81,7 +85,7 @@ class DomainsSelector(Selector):
         return self
 
     def _shares(self, names: Sequence[str], target: Target) -> tuple[np.ndarray, list[str]]:
-        """Weights (len(names),) that sum to 1, and the target's domains that the pool lacks."""
+        """Return weights (len(names),) that sum to 1, and the target's domains that the pool lacks."""
         if self.shares:
             for name, weight in self.shares.items():
                 finite_number(weight, f"the share of {name!r}", least=0.0)
@@ -112,10 +116,10 @@ class DomainsSelector(Selector):
 
 
 def quotas(shares: np.ndarray, sizes: np.ndarray, budget: int) -> np.ndarray:
-    """Whole numbers that add up to `budget` ≤ Σ sizes, none above its size: largest remainders, ties to the earlier.
+    """Return integers that add up to `budget` ≤ Σ sizes, none above its size: largest remainders, ties to the earlier.
 
-    What a domain cannot take is shared out again among those with room, by their shares; where no domain with a share
-    has room left, by the room of the others.
+    The excess of full domains is redistributed among those with room, by their shares; if no domain with a share has
+    room left, by the room of the others.
     """
     given = np.zeros(len(shares), dtype=np.int64)
     while (left := budget - int(given.sum())) > 0:

@@ -1,7 +1,7 @@
 """Importance weights on hashed word uni- and bigrams (DSIR, Xie et al. 2023, arXiv 2302.03169).
 
 A word is a run of letters, digits and underscores, or of other marks, in lower case: nltk's WordPunctTokenizer up to
-version 3.9. (From 3.10 on it runs on another engine, which counts combining marks as letters.)
+version 3.9. (Version 3.10 uses another regex engine, which counts combining marks as letters.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from flatshift.selection.validation import SelectorContext, check, from_settings
 _WORDS = re.compile(r"\w+|[^\w\s]+")
 _BATCH = 1024
 _CACHED_PAIRS = 1 << 20
-"""Distinct bigrams whose bucket is remembered between batches, at most: about 100 MB."""
+"""Maximum number of distinct bigrams whose bucket is cached between batches: about 100 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,7 @@ class DSIR:
     """Add seeded Gumbel noise to the log weights, so that the selection is a draw in proportion to the weights, as in
     the paper; the noise is then part of the score. False: the score is −log weight, the selection its plain top-k."""
     hashing: Literal["fast", "sha256"] = "fast"
-    """`sha256` puts every n-gram into the bucket that PyPI's data-selection puts it in (slower); `fast` mixes words'
-    hashes."""
+    """`sha256` uses the same bucket for every n-gram as PyPI's data-selection (slower); `fast` mixes words' hashes."""
     smoothing: float = 1.0
     """Count added to every bucket of both bags (Laplace). data-selection 1.0.3: 0."""
     floor: float = 0.0
@@ -78,7 +77,8 @@ class NgramHasher:
         self._table = _WordHashes()
 
     def batches(self, texts: Sequence[str], start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """For each batch of texts: the buckets of all their n-grams, text after text, and how many each text has."""
+        """Yield for each batch of texts the buckets of all their n-grams, text after text, and the number of each
+        text's."""
         for low in range(start, len(texts), _BATCH):
             words = [_WORDS.findall(text.lower()) for text in texts[low : low + _BATCH]]
             yield self._ngrams(words)
@@ -98,7 +98,7 @@ class NgramHasher:
         return out, lengths
 
     def _buckets(self, words: list[list[str]], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The bucket of every word, and of every pair of neighbours in one text, in reading order."""
+        """Return the bucket of every word, and of every pair of neighbours in one text, in reading order."""
         total = int(counts.sum())
         hashes = np.fromiter(map(self._table.__getitem__, chain.from_iterable(words)), dtype=np.uint64, count=total)
         pairs = mix(mix(hashes[:-1]) * np.uint64(0x9E3779B97F4A7C15) + hashes[1:])
@@ -108,8 +108,8 @@ class NgramHasher:
 
 
 class Sha256Hasher(NgramHasher):
-    """The buckets of PyPI's data-selection: SHA-256 of the n-gram's UTF-8 (words joined by a space), as one big-endian
-    number, modulo `buckets`. Words are hashed once, bigrams once while they are remembered."""
+    """Buckets of PyPI's data-selection: SHA-256 of the n-gram's UTF-8 (words joined by a space), as one big-endian
+    number, modulo `buckets`. Words are hashed once, bigrams once while they are cached."""
 
     def __init__(self, buckets: int):
         super().__init__(buckets)
@@ -145,13 +145,13 @@ class Sha256Hasher(NgramHasher):
         limbs = np.frombuffer(digests, dtype=">u4").reshape(-1, 8).astype(np.uint64)
         buckets = np.uint64(self.buckets)
         rest = np.zeros(len(limbs), dtype=np.uint64)
-        for limb in limbs.T:  # Horner's rule keeps 256 bits modulo less than 32 within 64
+        for limb in limbs.T:  # Horner's rule: 256 bits modulo a number below 2^32, within 64 bits
             rest = ((rest << np.uint64(32)) | limb) % buckets
         return rest.astype(np.int64)
 
 
 class _WordHashes(dict[str, int]):
-    """word → 64-bit hash, filled on first use."""
+    """Table word → 64-bit hash, filled on first use."""
 
     def __missing__(self, word: str) -> int:
         digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -160,7 +160,7 @@ class _WordHashes(dict[str, int]):
 
 
 class _Vocabulary(dict[str, int]):
-    """word → its number in order of appearance; `words` is the way back."""
+    """Table word → number in order of appearance; `words` is the inverse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,12 +173,12 @@ class _Vocabulary(dict[str, int]):
 
 
 def _inside(text_of: np.ndarray) -> np.ndarray:
-    """Whether each word but the last is followed by one of the same text."""
+    """Return a mask over words except the last: True if the next word is in the same text."""
     return text_of[1:] == text_of[:-1]
 
 
 def mix(h: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: spreads 64 bits over 64 bits, one to one."""
+    """Apply the finaliser of SplitMix64: a bijective mixing of 64 bits."""
     h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return h ^ (h >> np.uint64(31))
@@ -187,13 +187,13 @@ def mix(h: np.ndarray) -> np.ndarray:
 class DSIRSelector(Selector):
     """Scores by −log w, w = Π p_target(bucket)/p_pool(bucket) over the text's hashed word uni- and bigrams.
 
-    buckets: size of the hashed bag. resample: add Gumbel noise, fixed by seed and id, to log w before it is negated
-    into the score, so that the k smallest scores are a draw without replacement in proportion to w; without it the
-    score is −log w itself. smoothing: count added to every bucket of both bags (Laplace). floor: added to every
-    probability after that. hashing: "fast" mixes the hashes of words, "sha256" finds the buckets of PyPI's
-    data-selection, whose log weights come out with smoothing=0, floor=1e-8. Weights are not divided by length, as in
-    DSIR: drop very short texts before. memory_bytes: of n-grams held between the two readings; texts beyond are hashed
-    twice. `log_weights_` holds log w in any case.
+    buckets: size of the hashed bag. resample: add Gumbel noise, keyed by seed and id, to log w before negation, so that
+    the k smallest scores are a draw without replacement in proportion to w; without it the score is −log w itself.
+    smoothing: count added to every bucket of both bags (Laplace). floor: added to every probability after that.
+    hashing: "fast" mixes the hashes of words, "sha256" uses the buckets of PyPI's data-selection, whose log weights are
+    reproduced with smoothing=0, floor=1e-8. Weights are not divided by length, as in DSIR: drop very short texts
+    before. memory_bytes: of n-grams held between the two passes; texts beyond are hashed twice. `log_weights_` holds
+    log w in any case.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class DSIRSelector(Selector):
         self.memory_bytes = memory_bytes
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs texts on both sides."""
+        """Compute the log weights; needs texts on both sides."""
         if isinstance(self.buckets, bool) or not isinstance(self.buckets, int) or not 1 <= self.buckets < 1 << 32:
             raise SelectionError(f"buckets must be at least 1 and below 2^32, not {self.buckets!r}")
         if self.hashing not in ("fast", "sha256"):
@@ -251,6 +251,7 @@ class DSIRSelector(Selector):
         self.log_weights_ = np.concatenate([text_sums(gain[found], lengths) for found, lengths in chain(kept, again)])
         self.scores_ = -self.log_weights_
         if self.resample:
+            # Minus Gumbel noise, as smaller scores are better.
             self.scores_ = self.scores_ + np.log(-np.log(keyed_uniform(pool, self.seed, "dsir gumbel")))
         self.nearest_target_ = None
         self.diagnostics_ = {"ngrams_pool": int(present.sum()), "ngrams_target": int(wanted.sum())}

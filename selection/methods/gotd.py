@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def check_transport(settings: Any) -> None:
-    """Refuse settings of the transport solver out of their bounds. Raises ValueError."""
+    """Raise ValueError for settings of the transport solver out of their bounds."""
     check(settings, "epsilon", above=0)
     check(settings, "memory_gib", least=0.001)
     if settings.tolerance is not None and not 0 < settings.tolerance < 2:
@@ -35,7 +35,7 @@ def check_transport(settings: Any) -> None:
 
 
 def memory_bytes(gib: float) -> int:
-    """`memory_gib` of the settings for a solver. Raises SelectionError."""
+    """Convert the setting `memory_gib` to bytes for a solver. Raises SelectionError."""
     finite_number(gib, "memory_gib", above=0.0)
     return int(gib * 2**30)
 
@@ -54,21 +54,21 @@ class GotD:
     cost: Literal["sqeuclidean", "cosine"] = "sqeuclidean"
     """Squared Euclidean distance of features as given, or 1 − cosine (no feature may be zero)."""
     memory_gib: float = 1.0
-    """What the solver may hold beside the features, GiB."""
+    """Memory limit of the solver, in addition to the features, GiB."""
     rounds: int = 1
-    """Above 1: choose the budget in so many parts, and solve again on the mixture of pool and chosen after each. This
-    restores the diversity that a single linear step loses when the selection gets a large share of training. A round
-    costs a solve or two more."""
+    """Above 1: choose the budget in this many parts, and solve again on the mixture of pool and selection after each.
+    This restores the diversity that a single linear step loses when the selection gets a large share of training. A
+    round costs one or two more solves."""
     mixture: float = 0.5
     """Rounds only: the share λ of the selection in (1 − λ)·pool + λ·selection that the later rounds see."""
     holdout: float = 0.25
-    """Rounds only: this share of the target is kept aside, and of all rounds the one counts after which the mixture
-    with the whole budget, filled at once, is nearest to it. 0: all rounds, on the whole target, unchecked."""
+    """Rounds only: share of the target to hold out; the rounds stop counting after the one whose mixture with the whole
+    budget, filled at once, is nearest to the held-out part. 0: all rounds, on the whole target, unchecked."""
     debiased: bool = False
-    """Subtract the pool's transport potential to itself: the gradient of the Sinkhorn divergence. Takes away what
-    entropy adds, a pull to the middle of the target that grows with epsilon. Not together with rounds."""
+    """Subtract the pool's transport potential to itself: the gradient of the Sinkhorn divergence. Removes the entropic
+    bias, a pull to the middle of the target that grows with epsilon. Not together with rounds."""
     self_sample: int = 2000
-    """Debiased only: pool rows, drawn by seed, that stand for the pool in its potential to itself (exact up to it)."""
+    """Debiased only: pool rows, drawn by seed, that represent the pool in its potential to itself (exact up to it)."""
 
     def __post_init__(self) -> None:
         check_transport(self)
@@ -86,18 +86,18 @@ class GotDSelector(Selector):
     """Scores by the calibrated gradient s_i = f_i − Σ_j a_j f_j of OT_ε(pool, target); negative helps.
 
     epsilon: multiple of the exact weighted mean cost. tolerance: marginal L1 error, None for 1e-9 up to N·M = 1e7 and
-    1e-3 above. seed: of the subsample that large pools start from, and of what is held out. chunk: rows per tile, None
-    to choose. memory_bytes: what the solver of large pools may hold. `nearest_target_` is the target that receives
-    most of a row's mass; `potentials_` the whole solution (of the first round). cost, device, state, group: as in
+    1e-3 above. seed: of the subsample that large pools start from, and of the held-out part. chunk: rows per tile, None
+    to choose. memory_bytes: limit for the solver of large pools. `nearest_target_` is the target that receives most of
+    a row's mass; `potentials_` the whole solution (of the first round). cost, device, state, group: as in
     `sinkhorn_potentials`, with a group all rows are this process's; in rounds, `state` has a folder for each solve.
-    budget: how many will be selected, if that is known; the overlap that the solver measures is then about it.
+    budget: number of rows to be selected, if known; the overlap that the solver measures is then for it.
 
     rounds above 1: `flatshift.selection.methods.rounds`, with `mixture` and `holdout`; needs `budget`. The scores of a
-    round are its calibrated gradients, lowered by a constant where that is needed to come before the next round's (a
-    gradient knows no absolute level); `gradients_` has them as they were.
+    round are its calibrated gradients, lowered by a constant if needed to rank before the next round's (a gradient has
+    no absolute level); `gradients_` has the original ones.
+
     debiased: s_i of f − p, p the pool's potential to itself (`flatshift.selection.methods.debias`): the gradient of the
-    Sinkhorn divergence OT_ε(pool, target) − ½OT_ε(pool, pool) − ½OT_ε(target, target). self_sample: rows that stand for
-    it.
+    Sinkhorn divergence OT_ε(pool, target) − ½OT_ε(pool, pool) − ½OT_ε(target, target). self_sample: rows used for p.
     """
 
     signed = True
@@ -138,7 +138,7 @@ class GotDSelector(Selector):
         self.group = group
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs features on both sides. Warns (ConvergenceWarning) where the tolerance was not reached."""
+        """Solve and score; needs features on both sides. Warns (ConvergenceWarning) if the tolerance is not reached."""
         self._check()
         if self.budget is not None and self.group is None:
             checked_budget(self.budget, len(pool))
@@ -167,13 +167,13 @@ class GotDSelector(Selector):
         return self
 
     def _fit_rounds(self, pool: Pool, target: Target, progress: Progress | None) -> Self:
-        from flatshift.selection.methods.rounds import choose_in_rounds  # brings torch
+        from flatshift.selection.methods.rounds import choose_in_rounds  # imports torch
 
         if self.debiased:
             raise SelectionError("gotd cannot be debiased over several rounds; set rounds to 1 or debiased to false")
         if self.budget is None:
             raise SelectionError(f"gotd with rounds={self.rounds} shapes one selection; construct it with budget=")
-        solves = count(1)  # each keeps a state of its own, in the order in which they are always made
+        solves = count(1)  # each solve has its own state folder, numbered in the fixed order of solves
 
         def solve(*given: Any, **more: Any) -> Potentials:
             state = None if self.state is None else str(Path(self.state) / f"solve-{next(solves):03d}")
@@ -210,7 +210,7 @@ class GotDSelector(Selector):
         held_bytes: int = 0,
         state: str | None = None,
     ) -> Potentials:
-        from flatshift.selection.transport.solver import sinkhorn_potentials  # brings torch
+        from flatshift.selection.transport.solver import sinkhorn_potentials  # imports torch
 
         return sinkhorn_potentials(
             x,

@@ -1,4 +1,4 @@
-"""Nearest neighbours: each pool row by its squared distance to the nearest target row."""
+"""Nearest neighbours: scores each pool row by its squared distance to the nearest target row."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class KNN:
 
 
 class KNNSelector(Selector):
-    """Every pool row counts once; `scores_` is the exact squared distance to `nearest_target_`. Ignores weights.
+    """Scores every pool row once; `scores_` is the exact squared distance to `nearest_target_`. Ignores weights.
 
-    What TAPT/c and vector stores select, without the rows that several targets would bring in twice. chunk: rows per
-    tile, None to choose.
+    The same selection as TAPT/c and vector stores, without the duplicates from several targets. chunk: rows per tile,
+    None to choose.
     """
 
     def __init__(self, *, chunk: int | None = None):
         self.chunk = chunk
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs features on both sides."""
-        from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
+        """Find nearest targets; needs features on both sides."""
+        from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
         x, y = require_field(pool, target, "features", "knn")
         found = nearest_rows(x, y, 0, chunk=self.chunk, progress=progress)

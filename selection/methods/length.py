@@ -1,4 +1,4 @@
-"""By length alone: a control for methods that favour long or short texts."""
+"""Selection by length alone: a control for methods that favour long or short texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BATCH = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class Length:
-    """By length alone: the control for methods that favour long or short texts."""
+    """Selection by length alone: the control for methods that favour long or short texts."""
 
     kind: Literal["length"] = "length"
     title: ClassVar[str] = "Length"
@@ -25,7 +25,7 @@ class Length:
     prefer: Literal["long", "short", "target"] = "target"
     """`target`: a seeded draw whose lengths follow the target's (in tenths of its distribution)."""
     unit: Literal["words", "characters"] = "words"
-    """What is counted."""
+    """Unit of length."""
 
     def build(self, around: SelectorContext) -> LengthSelector:
         return from_settings(LengthSelector, self, around)
@@ -34,8 +34,8 @@ class Length:
 class LengthSelector(Selector):
     """Longest first, shortest first, or a draw whose lengths follow the target's.
 
-    prefer "long" scores by −length, "short" by length. "target" cuts lengths at the target's tenths, its shortest and
-    its longest, and draws rows without repeats in proportion to (target share + ½/M)/(pool share) of their bin, by seed
+    prefer "long" scores by −length, "short" by length. "target" bins lengths at the target's deciles, its minimum and
+    its maximum, and draws rows without repeats in proportion to (target share + ½/M)/(pool share) of their bin, by seed
     and id: the length-matched random control. unit: "words" (runs of anything but white space) or "characters".
     `lengths_` (N,) int64.
     """
@@ -48,7 +48,7 @@ class LengthSelector(Selector):
         self.seed = seed
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs texts on both sides."""
+        """Score by length; needs texts on both sides."""
         if self.prefer not in ("long", "short", "target"):
             raise SelectionError(f'prefer must be "long", "short" or "target", not {self.prefer!r}')
         if self.unit not in ("words", "characters"):
@@ -58,7 +58,7 @@ class LengthSelector(Selector):
         self.lengths_ = lengths
         if self.prefer == "target":
             aims = self._lengths(wanted, None)
-            # Quantiles that are lengths which occur, so that a bin never lies between two whole numbers.
+            # Quantiles that occur as lengths, so that a bin is never empty between two integers.
             cuts = np.quantile(aims, np.arange(_BINS) / _BINS, method="higher")
             edges = np.unique(np.append(cuts, aims.max() + 1))
             have, want = (np.searchsorted(edges, values, side="right") for values in (lengths, aims))

@@ -1,4 +1,4 @@
-"""Gradient similarity (LESS, Xia et al. 2024, arXiv 2402.04333) on gradient features that are handed in."""
+"""Gradient similarity (LESS, Xia et al. 2024, arXiv 2402.04333) on given gradient features."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from flatshift.selection.validation import SelectorContext, checked_chunk, from_
 @dataclass(frozen=True, kw_only=True)
 class Less:
     """Gradient similarity (LESS, arXiv 2402.04333): the mean similarity of a row's gradient with a target subset's,
-    largest over the subsets (the target's domains; one subset where it has none). Features are gradients, one a row,
+    maximised over the subsets (the target's domains; one subset without domains). Features are gradients, one a row,
     computed by you: `--pool-features` and `--target-features`."""
 
     kind: Literal["less"] = "less"
     title: ClassVar[str] = "Gradient similarity"
     needs: ClassVar[tuple[str, ...]] = ("features", "gradients", "domains")
     similarity: Literal["cosine", "inner"] = "cosine"
-    """`cosine`, as the paper; `inner` rewards long gradients, which short texts have."""
+    """`cosine`, as the paper; `inner` favours long gradients, which short texts have."""
     checkpoint_weights: tuple[float, ...] = (1.0,)
-    """One weight (its learning rate) per checkpoint: the columns are that many equal blocks side by side, compared
-    block by block; scaled to sum 1."""
+    """One weight (its learning rate) per checkpoint: the columns are that many concatenated blocks of equal width,
+    compared block by block; scaled to sum 1."""
 
     def __post_init__(self) -> None:
         if not self.checkpoint_weights:
@@ -42,9 +42,9 @@ class LessSelector(Selector):
 
     The features of pool and target are gradients (projected or not: `selection.RandomProjection`), with one block of
     columns per checkpoint c of weight w_c. similarity "cosine" normalises every block of every row, "inner" none.
-    Subsets are the target's domains (rows without one are a subset of their own); a target without domains is one
-    subset. The mean of products is the product with the mean, so the work is N·D·subsets and not N·D·M. A zero
-    gradient has similarity 0. chunk: rows per tile. `subset_` (N,) names each row's best subset. Ignores weights.
+    Subsets are the target's domains (rows without one form another subset); a target without domains is one subset. The
+    mean of products is the product with the mean, so the work is N·D·subsets and not N·D·M. A zero gradient has
+    similarity 0. chunk: rows per tile. `subset_` (N,) names each row's best subset. Ignores weights.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LessSelector(Selector):
         self.chunk = chunk
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs features (gradients) on both sides."""
+        """Compare gradients; needs features (gradients) on both sides."""
         if self.similarity not in ("cosine", "inner"):
             raise SelectionError(f'similarity must be "cosine" or "inner", not {self.similarity!r}')
         for weight in self.checkpoint_weights:
@@ -93,7 +93,7 @@ class LessSelector(Selector):
         return self
 
     def _aims(self, y: Any, target: Target, width: int) -> tuple[list[str | None], np.ndarray]:
-        """The subsets' names, and the mean gradient of each: (subsets, D)."""
+        """Return the subsets' names, and the mean gradient of each: (subsets, D)."""
         domains = [None] * len(y) if target.domains is None else list(target.domains)
         names = sorted(set(domains), key=lambda name: (name is None, name or ""))
         row_of = {name: i for i, name in enumerate(names)}
@@ -105,7 +105,7 @@ class LessSelector(Selector):
         return names, sums / np.bincount(member)[:, None]
 
     def _normalised(self, rows: Any, side: str, offset: int) -> np.ndarray:
-        from flatshift.selection.transport.problem import finite_rows  # brings torch
+        from flatshift.selection.transport.problem import finite_rows  # imports torch
 
         wide = np.asarray(rows, dtype=np.float64)
         finite_rows(wide, side, offset)

@@ -1,6 +1,7 @@
-"""By the gap between two losses: the backbone that has read the target's texts, less the backbone as it is (the
-conditional loss reduction of CoLoR-filter: Brandfonbrener et al. 2024, arXiv 2406.10670; Moore and Lewis with the
-backbone itself as both language models).
+"""Gap between two losses: the backbone adapted to the target's texts, minus the backbone as it is.
+
+This is the conditional loss reduction of CoLoR-filter (Brandfonbrener et al. 2024, arXiv 2406.10670), or Moore and
+Lewis with the backbone itself as both language models.
 """
 
 from __future__ import annotations
@@ -15,22 +16,22 @@ from flatshift.selection.validation import SelectorContext, check, from_settings
 
 @dataclass(frozen=True, kw_only=True)
 class LossGap:
-    """The backbone itself as reference: loss per token of a light adapter trained on the target's texts, less the
-    backbone's own. Two forward passes of every pool text."""
+    """The backbone itself as reference: loss per token of a light adapter trained on the target's texts, minus the
+    backbone's own. Two forward passes per pool text."""
 
     kind: Literal["loss-gap"] = "loss-gap"
     title: ClassVar[str] = "The loss gap"
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     max_length: int = 256
-    """Tokens read of each text."""
+    """Maximum number of tokens per text."""
     steps: int = 60
-    """Updates of the adapter on the target's texts."""
+    """Optimizer steps of the adapter on the target's texts."""
     batch_size: int = 16
-    """Texts of an update."""
+    """Texts per optimizer step."""
     lr: float = 3e-3
-    """Learning rate of these updates."""
+    """Learning rate of the adapter."""
     rank: int = 4
-    """Of the adapter."""
+    """Rank of the adapter."""
 
     def __post_init__(self) -> None:
         check(self, "max_length", least=8)
@@ -42,16 +43,16 @@ class LossGap:
 
 
 class LossGapSelector(Selector):
-    """Scores by the gap itself: negative where the adapter reads a text better than the backbone does.
+    """Scores by the gap itself: negative if the adapter predicts a text better than the backbone does.
 
-    measure: texts → (n,) gap in nats per token, called in file order for the texts of a pool that brings no `losses`.
+    measure: texts → (n,) gap in nats per token, called in file order for the texts of a pool without `losses`.
     """
 
     def __init__(self, *, measure: Measure | None = None):
         self.measure = measure
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs the pool's losses (its gaps), or its texts and `measure`."""
+        """Score by the gap; needs the pool's losses (its gaps), or its texts and `measure`."""
         inner = PerplexitySelector(keep="low", measure=self.measure).fit(pool, target, progress=progress)
         self.scores_ = inner.losses_
         self.nearest_target_ = None

@@ -1,8 +1,8 @@
 """Cross-entropy difference per token (Moore and Lewis 2010, Axelrod et al. 2011), trigrams of the backbone's tokens.
 
-What a text is worth is how much likelier its tokens are in the target than in the pool, where the pool's model stands
-for what the backbone has seen. The unit is the backbone's own token, so that case, spacing and punctuation count: the
-form of the target's texts, which warm-up has to teach as well as their words.
+A text's value is how much likelier its tokens are in the target than in the pool, where the pool's model represents the
+backbone's training text. The unit is the backbone's own token, so that case, spacing and punctuation count: the form of
+the target's texts, which warm-up has to teach as well as their words.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class MooreLewis:
-    """Cross-entropy difference (Moore–Lewis): −mean log p_target/p_pool per token, trigrams of the backbone's
-    tokens; short texts shrunk to the pool's mean."""
+    """Cross-entropy difference (Moore–Lewis): −mean log p_target/p_pool per token, trigrams of the backbone's tokens;
+    short texts shrunk to the pool's mean."""
 
     kind: Literal["moore-lewis"] = "moore-lewis"
     title: ClassVar[str] = "Cross-entropy difference"
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
     share: float = 0.2
-    """Of the target's model in its mixture with the pool's: what the target's texts do not hold is left to the pool.
-    The smaller, the less a token that the target lacks speaks against a text, beside those that it has."""
+    """Weight of the target's model in its mixture with the pool's, which covers n-grams missing in the target's texts.
+    The smaller, the less a token that the target lacks counts against a text, compared with those that it has."""
     prior: float = 15.0
-    """Tokens of an average pool text that every text is taken to hold beside its own, so that a long text has to be
-    like the target less markedly than a short one, which may be so by chance. 0: the plain mean per token."""
+    """Virtual tokens of an average pool text added to every text, so that a short text, which may resemble the target
+    by chance, must do so more markedly than a long one. 0: the plain mean per token."""
     minimum: int = 8
-    """Tokens; shorter texts come behind all others, because a few tokens may look like the target by chance."""
+    """Minimum number of tokens; shorter texts are ranked last, because a few tokens may resemble the target by
+    chance."""
     memory_gib: float = 1.0
-    """What the pool's model may hold, GiB: about 27 million distinct trigrams each; beyond, the rarest go."""
+    """Memory limit of the pool's model, GiB: about 27 million distinct trigrams each; above it, the rarest are
+    dropped."""
 
     def __post_init__(self) -> None:
         check(self, "share", above=0, most=1)
@@ -52,14 +54,15 @@ class MooreLewis:
 
 class MooreLewisSelector(Selector):
     """Scores by −(Σ_t g_t + prior·ḡ) / (n + prior) over the n tokens t of a text, where
+
     g_t = log (share·p_target + (1 − share)·p_pool)/p_pool, and ḡ is the mean of the texts' mean gains.
 
     p: interpolated modified Kneser–Ney trigrams (`flatshift.selection.methods.ngrams`), of all target and all pool
-    texts. The ratio of one token is at least 1 − share, so that no single token damns a text; share near 0 gives the
-    order of the mean ratio itself, which is the gradient of the target's cross-entropy as the pool's model takes up a
-    text, share 1 that of Moore and Lewis. `prior` shrinks short texts to the pool's mean. Texts of fewer than `minimum`
-    tokens follow behind all others, among themselves by their scores. memory_gib: of the pool's model. Weights are
-    ignored. `evidence` says which tokens spoke for a text.
+    texts. The ratio of one token is at least 1 − share, so that no single token rules out a text; share near 0 gives
+    the order of the mean ratio itself, which is the gradient of the target's cross-entropy as the pool's model takes up
+    a text, share 1 that of Moore and Lewis. `prior` shrinks short texts to the pool's mean. Texts of fewer than
+    `minimum` tokens follow behind all others, among themselves by their scores. memory_gib: of the pool's model.
+    Weights are ignored. `evidence` returns the tokens that speak for a text.
     """
 
     def __init__(self, *, share: float = 0.2, prior: float = 15.0, minimum: int = 8, memory_gib: float = 1.0):
@@ -69,7 +72,7 @@ class MooreLewisSelector(Selector):
         self.memory_gib = memory_gib
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs tokens on both sides. The pool is read twice."""
+        """Train both models and score; needs tokens on both sides. The pool is read twice."""
         from flatshift.selection.methods.ngrams import ROW_BYTES, KneserNey, TrigramCounts
 
         finite_number(self.share, "share", above=0.0, most=1.0)
@@ -93,7 +96,7 @@ class MooreLewisSelector(Selector):
             if progress:
                 progress("comparing n-grams", low + len(lengths), len(rows))
         lengths = rows.lengths
-        # A sum that does not depend on the order of rows, to the last bit.
+        # fsum: the sum must not depend on the order of rows, bit for bit.
         usual = math.fsum(gains / np.maximum(lengths, 1)) / len(rows)
         scores = -(gains + self.prior * usual) / np.maximum(lengths + self.prior, 1.0)
         short = lengths < self.minimum
@@ -111,11 +114,11 @@ class MooreLewisSelector(Selector):
 
     @property
     def explains(self) -> bool:
-        """Whether `evidence` can be asked: after `fit`."""
+        """True if `evidence` is available: after `fit`."""
         return hasattr(self, "_models")
 
     def evidence(self, rows: TokenRows) -> list[Any]:
-        """For each text what each of its tokens said for it: log of its ratio, nats."""
+        """Return each text's evidence by token: log of its ratio, nats."""
         self._fitted()
         flat, lengths = rows.part(0, len(rows))
         return np.split(self._gains(flat, lengths, rows.size), np.cumsum(lengths)[:-1]) if len(rows) else []

@@ -1,4 +1,5 @@
-"""Exact nearest pool rows of every target, and densities among a set of rows: one GEMM per tile, nothing N×M held."""
+"""Exact nearest pool rows of every target, and densities among a set of rows: one GEMM per tile, nothing N×M in
+memory."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ _EXACT_FLOPS = 1e11
 
 @dataclass(frozen=True)
 class Nearest:
-    """rows (M, K) int64 and squared (M, K) float64: each target's nearest pool rows, nearest first, ties by row.
-    row_nearest (N,) int64 and row_squared (N,) float64: each pool row's nearest target, and its squared distance."""
+    """Nearest rows in both directions.
+
+    rows (M, K) int64 and squared (M, K) float64: each target's nearest pool rows, nearest first, ties by row.
+    row_nearest (N,) int64 and row_squared (N,) float64: each pool row's nearest target, and its squared distance.
+    """
 
     rows: np.ndarray
     squared: np.ndarray
@@ -28,7 +32,8 @@ class Nearest:
 
 
 def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progress: Progress | None = None) -> Nearest:
-    """The `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); with 0 only each row's nearest target.
+    """Find the `count` (at most N) nearest rows of x (N, d) for each row of y (M, d); with 0 only each row's nearest
+    target.
 
     Raises SelectionError on shapes that do not match and input that is empty, not finite or overflows when squared.
     """
@@ -74,7 +79,7 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
         )
     found = best_rows.numpy()
     exact = np.empty(found.shape)
-    for j in range(m):  # distances anew in float64: a difference of squares would lose near-duplicates
+    for j in range(m):  # recompute distances in float64: a difference of squares would lose near-duplicates
         gap = np.asarray(x[found[j]], dtype=np.float64) - centre - targets[j]
         exact[j] = np.einsum("ij,ij->i", gap, gap)
     order = np.lexsort((found, exact), axis=1)
@@ -82,13 +87,14 @@ def nearest_rows(x: Any, y: Any, count: int, *, chunk: int | None = None, progre
 
 
 def _within(distance: float, dtype: torch.dtype) -> None:
-    """Raise SelectionError where the square of `distance`, the largest possible, does not fit into `dtype`."""
+    """Raise SelectionError if the square of `distance`, the largest possible, does not fit into `dtype`."""
     limit = float(np.sqrt(torch.finfo(dtype).max))
     no_overflow(distance if distance < limit else np.inf)
 
 
 def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` smallest of each row of `values` with their entries of `rows`; ties to the left, order kept."""
+    """Return the `count` smallest of each row of `values` with their entries of `rows`; ties to the left, order
+    kept."""
     if values.shape[1] <= count:
         return values, rows
     worst = torch.kthvalue(values, count, dim=1, keepdim=True).values
@@ -104,9 +110,9 @@ def _smallest(values: torch.Tensor, rows: torch.Tensor, count: int) -> tuple[tor
 def densities(
     points: np.ndarray, rows: np.ndarray, sigma: float, *, chunk: int | None = None, progress: Progress | None = None
 ) -> np.ndarray:
-    """(R,): for each of `rows` (R,), numbers of points (U, d), Σ_j max(0, 1 − |x_i − x_j|²/σ²) over all points.
+    """Return (R,): for each of `rows` (R,), numbers of points (U, d), Σ_j max(0, 1 − |x_i − x_j|²/σ²) over all points.
 
-    A point counts itself, exactly 1; all are 1 where sigma is 0. R·U·d multiplications.
+    A point counts itself, exactly 1; all are 1 if sigma is 0. R·U·d multiplications.
     """
     if sigma == 0.0:
         return np.ones(len(rows))
@@ -139,8 +145,8 @@ def local_densities(
     progress: Progress | None = None,
 ) -> None:
     """Raise out (U,) to max over targets j of Σ_k max(0, 1 − |x_i − x_k|²/σ²), k over place[j], i over its first
-    `reach`: a lower bound of `densities` over all points. place (M, K) numbers of points (U, d). M·reach·K·d products.
-    """
+    `reach`: a lower bound of `densities` over all points. place (M, K) numbers of points (U, d). M·reach·K·d
+    products."""
     centred = torch.from_numpy((points - points.mean(0)) / sigma).float()
     squared = (centred * centred).sum(1)
     no_overflow(squared.numpy())

@@ -1,8 +1,9 @@
-"""Trigram language models over token numbers: interpolated modified Kneser–Ney (Chen and Goodman 1998, TR-10-98).
+"""Trigram language models over token ids: interpolated modified Kneser–Ney (Chen and Goodman 1998, TR-10-98).
 
-Counting streams: of every chunk of texts the distinct trigrams are sorted and merged into runs of doubling size, as a
-key of one 64-bit number and a count each. Where a model would outgrow its memory, the rarest trigrams go, everywhere
-alike. All probabilities are array arithmetic over sorted keys; `tests/unit/test_ngrams.py` has the naive reference.
+Counting is streaming: the distinct trigrams of every chunk of texts are sorted and merged into runs of doubling size,
+as a 64-bit key and a count each. If a model would exceed its memory, the rarest trigrams are dropped, by the same rule
+everywhere. All probabilities are array arithmetic over sorted keys; `tests/unit/test_ngrams.py` has the naive
+reference.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from flatshift.selection.errors import SelectionError
 from flatshift.selection.features.tokens import TokenRows
 
 MOST_TOKENS = (1 << 21) - 2
-"""Of a vocabulary: three tokens make a key of 63 bits."""
+"""Maximum vocabulary size: three tokens make a key of 63 bits."""
 ROW_BYTES = 40
 """Memory of one distinct trigram while runs are merged and the model is built."""
 
 
 def checked_vocabulary(size: int) -> int:
-    """`size` where three tokens of it make a key. Raises SelectionError."""
+    """Return `size` if three tokens of it fit a key. Raises SelectionError."""
     if size > MOST_TOKENS:
         raise SelectionError(f"a vocabulary of {size:,} tokens is more than the {MOST_TOKENS:,} of a trigram's key")
     return size
 
 
 def trigrams(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
-    """(T,) uint64: for each token the key of (the two tokens before it, itself); a text begins after two tokens `size`,
-    which no text holds."""
+    """Return (T,) uint64: for each token the key of (the two tokens before it, itself); a text begins after two tokens
+    `size`, which no text holds."""
     bits = np.uint64(size.bit_length())
     place = np.arange(len(flat)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     tokens = flat.astype(np.uint64)
@@ -40,7 +41,7 @@ def trigrams(flat: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
 class TrigramCounts:
     """Distinct trigrams of any number of texts with their counts, in bounded memory.
 
-    most: distinct trigrams that are held; beyond, those seen `dropped` times or less so far are gone.
+    most: maximum number of distinct trigrams; above it, those seen `dropped` times or less so far are dropped.
     """
 
     def __init__(self, size: int, most: int = 1 << 26):
@@ -56,13 +57,13 @@ class TrigramCounts:
         self._push(*np.unique(trigrams(flat, lengths, self.size), return_counts=True))
 
     def add_all(self, rows: TokenRows) -> TrigramCounts:
-        """Count all texts of `rows`; returns self."""
+        """Count all texts of `rows`; return self."""
         for _, flat, lengths in rows.parts():
             self.add(flat, lengths)
         return self
 
     def table(self) -> tuple[np.ndarray, np.ndarray]:
-        """Keys ascending (uint64) and their counts (uint32)."""
+        """Return the keys in ascending order (uint64) and their counts (uint32)."""
         while len(self._runs) > 1:
             self._push(*self._runs.pop())
             if len(self._runs) > 1:
@@ -97,15 +98,15 @@ def _merged(
 
 
 def _starts(ordered: np.ndarray) -> np.ndarray:
-    """Where each run of equal values begins."""
+    """Return the start of each run of equal values."""
     return np.flatnonzero(np.concatenate([np.ones(min(len(ordered), 1), bool), ordered[1:] != ordered[:-1]]))
 
 
 class KneserNey:
-    """p(w | u v) of a table of trigram counts, with backing off to continuation counts of pairs and single tokens, and
+    """Model p(w | u v) of a table of trigram counts, backing off to continuation counts of pairs and single tokens, and
     from these to the uniform distribution over `size` tokens.
 
-    keys, counts: as `TrigramCounts.table` gives them. A model of no text at all is uniform.
+    keys, counts: from `TrigramCounts.table`. A model of no text at all is uniform.
     """
 
     def __init__(self, keys: np.ndarray, counts: np.ndarray, size: int):
@@ -131,16 +132,16 @@ class KneserNey:
 
     @classmethod
     def of(cls, rows: TokenRows, most: int = 1 << 26) -> KneserNey:
-        """The model of some texts."""
+        """Build the model of some texts."""
         return cls(*TrigramCounts(rows.size, most).add_all(rows).table(), rows.size)
 
     @property
     def ngrams(self) -> int:
-        """Distinct trigrams that it knows."""
+        """Number of distinct trigrams in the model."""
         return len(self._keys)
 
     def probability(self, keys: np.ndarray) -> np.ndarray:
-        """(n,) float64 of trigram keys, fastest where they are in order."""
+        """Return the probabilities (n,) float64 of trigram keys; fastest for sorted keys."""
         pairs = keys & ((self._mask << self._bits) | self._mask)
         words = (keys & self._mask).astype(np.int64)
         context = ((keys >> self._bits) & self._mask).astype(np.int64)
@@ -150,8 +151,11 @@ class KneserNey:
 
 
 def _discounted(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of counts grouped by ascending context: the contexts, each entry's discounted share of its context, and what is
-    left over in each context for the lower order."""
+    """Discount counts grouped by ascending context.
+
+    Returns the contexts, each entry's discounted share of its context, and the mass in each context left for the lower
+    order.
+    """
     if not len(counts):
         return np.empty(0, np.uint64), np.empty(0), np.empty(0)
     discount = discounts(np.bincount(np.minimum(counts, 5).astype(np.int64), minlength=6))
@@ -164,9 +168,9 @@ def _discounted(contexts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, n
 
 
 def discounts(spectrum: np.ndarray) -> np.ndarray:
-    """(4,) what is taken from counts of 0, 1, 2 and 3 or more; spectrum[c]: how many have the count c.
+    """Return (4,) discounts of counts of 0, 1, 2 and 3 or more; spectrum[c]: number of entries with the count c.
 
-    Chen and Goodman's estimates; where the spectrum is too thin for one (few texts), half of the count.
+    Chen and Goodman's estimates; if the spectrum is too thin for one (few texts), half of the count.
     """
     n1, n2, n3, n4 = (float(spectrum[c]) for c in range(1, 5))
     y = n1 / (n1 + 2.0 * n2) if n1 + n2 > 0 else 0.5
@@ -178,7 +182,7 @@ def discounts(spectrum: np.ndarray) -> np.ndarray:
 
 
 def _found(table: np.ndarray, keys: np.ndarray, values: np.ndarray, other: float) -> np.ndarray:
-    """The value of each key that the ascending table holds, `other` for the rest."""
+    """Return the value of each key that the ascending table holds, `other` for the rest."""
     if not len(table):
         return np.full(len(keys), other)
     place = np.minimum(np.searchsorted(table, keys), len(table) - 1)
@@ -186,7 +190,10 @@ def _found(table: np.ndarray, keys: np.ndarray, values: np.ndarray, other: float
 
 
 def cross_entropy(model: KneserNey, beside: KneserNey | None, share: float, rows: TokenRows) -> float:
-    """Mean −log of share·model + (1 − share)·beside over all tokens of `rows`, nats; `beside` None: of the model."""
+    """Return the mean −log probability, in nats, over all tokens of `rows`, under a mixture of both models.
+
+    share: weight of `model`; without a second model, `model` alone is used.
+    """
     total = 0.0
     for _, flat, lengths in rows.parts():
         keys = np.sort(trigrams(flat, lengths, rows.size))

@@ -1,4 +1,5 @@
-"""By a model's surprise: low, middle or high mean −log p per token (middle: Marion et al. 2023, arXiv 2309.04564)."""
+"""Selection by a model's loss: low, middle or high mean −log p per token (middle: Marion et al. 2023, arXiv
+2309.04564)."""
 
 from __future__ import annotations
 
@@ -12,22 +13,22 @@ from flatshift.selection.methods.base import Pool, Progress, Selector, Target, r
 from flatshift.selection.validation import SelectorContext, check, from_settings
 
 Measure = Callable[[Sequence[str]], Any]
-"""texts -> (len(texts),) mean −log p per token of each; called with batches in file order."""
+"""Function texts → (len(texts),) mean −log p per token of each; called with batches in file order."""
 
 _BATCH = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """The backbone's own surprise at each text: mean −log p per token."""
+    """The backbone's own loss on each text: mean −log p per token."""
 
     kind: Literal["perplexity"] = "perplexity"
     title: ClassVar[str] = "Perplexity"
     needs: ClassVar[tuple[str, ...]] = ("losses",)
     keep: Literal["low", "middle", "high"] = "middle"
-    """Which end comes first; `middle`: by distance from the median rank."""
+    """Texts ranked first; `middle`: by distance from the median rank."""
     max_length: int = 256
-    """Tokens read of each text."""
+    """Maximum number of tokens per text."""
 
     def __post_init__(self) -> None:
         check(self, "max_length", least=8)
@@ -40,8 +41,7 @@ class PerplexitySelector(Selector):
     """Scores by the mean −log p per token L: L itself ("low"), −L ("high"), or |F(L) − ½| ("middle").
 
     F is the mid-rank in the pool, so that equal losses score alike and the middle is the median, whatever the tail.
-    measure: called for the texts of a pool that brings no `losses`. `losses_` (N,) are those that were used. The
-    target is not looked at.
+    measure: called for the texts of a pool without `losses`. `losses_` (N,) are the losses used. The target is ignored.
     """
 
     by_words = False
@@ -51,7 +51,7 @@ class PerplexitySelector(Selector):
         self.measure = measure
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs the pool's losses, or its texts and `measure`."""
+        """Score by the losses; needs the pool's losses, or its texts and `measure`."""
         if self.keep not in ("low", "middle", "high"):
             raise SelectionError(f'keep must be "low", "middle" or "high", not {self.keep!r}')
         losses = self._losses(pool, target, progress)
@@ -95,7 +95,7 @@ class PerplexitySelector(Selector):
 
 
 def _midranks(values: np.ndarray) -> np.ndarray:
-    """The share of values below each plus half the share equal to it."""
+    """Return the share of values below each plus half the share equal to it."""
     ordered = np.sort(values)
     below, upto = np.searchsorted(ordered, values, "left"), np.searchsorted(ordered, values, "right")
     return (below + upto) / (2.0 * len(values))

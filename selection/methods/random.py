@@ -1,4 +1,4 @@
-"""A uniform draw: the control of every comparison."""
+"""Uniform random selection: the control of every comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Random:
 
 
 class RandomSelector(Selector):
-    """Scores are uniform in (0, 1), fixed by seed and id: the same sample draws the same number in any row order."""
+    """Scores uniform in (0, 1), keyed by seed and id: the same sample draws the same number in any row order."""
 
     by_words = False
 
@@ -30,7 +30,7 @@ class RandomSelector(Selector):
         self.seed = seed
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Looks at nothing but the pool's ids."""
+        """Draw the scores; uses only the pool's ids."""
         self.scores_ = keyed_uniform(pool, self.seed, "random selection")
         self.nearest_target_ = None
         self.diagnostics_ = {}

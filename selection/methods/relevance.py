@@ -1,4 +1,4 @@
-"""Domains judged as wholes: the transport distance from a sample of each to the target (GOT-D paper, C.2).
+"""Relevance of whole domains: the transport distance from a sample of each to the target (GOT-D paper, C.2).
 
 rows = sample_domains(domains, 10_000, ids=ids, seed=0)         # before anything is embedded
 found = domain_distances({name: embed(texts[rows[name]]) …}, y) # name → OT_ε, nearest first
@@ -21,10 +21,10 @@ from flatshift.selection.transport import sinkhorn_potentials
 def sample_domains(
     domains: Sequence[str | None], count: int, *, ids: Sequence[str], seed: int
 ) -> dict[str, np.ndarray]:
-    """Up to `count` rows of each domain, ascending: those whose (seed, id) hash to the smallest numbers.
+    """Return up to `count` rows of each domain, ascending: those whose (seed, id) hash to the smallest numbers.
 
     So a sample does not depend on the order of rows, nor on other domains. Rows without a domain are in none.
-    Raises SelectionError where no row has a domain.
+    Raises SelectionError if no row has a domain.
     """
     key = hashlib.sha256(f"domain sample\x1f{seed}".encode()).digest()
     drawn: dict[str, list[tuple[int, int]]] = {}
@@ -56,10 +56,10 @@ def domain_distances(
     seed: int = 0,
     cost: str = "sqeuclidean",
 ) -> dict[str, float]:
-    """OT_ε(sample of a domain, target) by domain, smallest first.
+    """Return OT_ε(sample of a domain, target) by domain, smallest first.
 
-    samples: domain → (n, d) features. target: (M, d). epsilon: multiple of the mean cost over all samples, so that one
-    ε, in units of cost, serves every domain and the distances can be compared. cost: as in `sinkhorn_potentials`.
+    samples: domain → (n, d) features. target: (M, d). epsilon: multiple of the mean cost over all samples, so that all
+    domains share one ε, in units of cost, and the distances can be compared. cost: as in `sinkhorn_potentials`.
     Raises SelectionError.
     """
     if not samples:
@@ -68,10 +68,10 @@ def domain_distances(
     overall = float(np.mean(list(costs.values())))
     found: dict[str, float] = {}
     for name, x in samples.items():
-        if costs[name] <= 1e-12 * max(overall, 1e-300):  # the domain lies on the target
+        if costs[name] <= 1e-12 * max(overall, 1e-300):  # the domain coincides with the target
             found[name] = 0.0
             continue
-        # Where a cost is no number the solver says which row is at fault.
+        # If a cost is not finite, the solver reports the faulty row.
         relative = epsilon * overall / costs[name] if np.isfinite(overall) else epsilon
         found[name] = sinkhorn_potentials(
             x, target, epsilon=relative, tolerance=tolerance, seed=seed, cost=cost
@@ -80,15 +80,18 @@ def domain_distances(
 
 
 def nearest_domains(distances: Mapping[str, float], keep: int) -> list[str]:
-    """The `keep` nearest domains, nearest first; all where there are fewer."""
+    """Return the `keep` nearest domains, nearest first; all if there are fewer."""
     return sorted(distances, key=lambda name: (distances[name], name))[:keep]
 
 
 def mass_by_distance(
     distances: Mapping[str, float], domains: Sequence[str | None], *, temperature: float = 1.0
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """Row weights (N,) that sum to 1, and each domain's mass: exp(−(D − min) / (temperature·(mean − min))), spread
-    evenly over its rows. Rows without a domain get 0. Equal distances give equal masses."""
+    """Return row weights (N,) that sum to 1, and each domain's mass.
+
+    The mass is exp(−(D − min) / (temperature·(mean − min))), spread evenly over the domain's rows. Rows without a
+    domain get 0. Equal distances give equal masses.
+    """
     names = list(distances)
     values = np.array([distances[name] for name in names])
     spread = float(values.mean() - values.min())
@@ -97,7 +100,7 @@ def mass_by_distance(
     number = {name: i for i, name in enumerate(names)}
     member = np.fromiter((number.get(name, -1) if name is not None else -1 for name in domains), np.int64, len(domains))
     sizes = np.bincount(member[member >= 0], minlength=len(names))
-    share = np.append(mass / np.maximum(sizes, 1), 0.0)  # −1 is the last
+    share = np.append(mass / np.maximum(sizes, 1), 0.0)  # −1 indexes this last entry
     weights = share[member]
     return weights / weights.sum(), {name: float(mass[i]) for i, name in enumerate(names)}
 

@@ -1,6 +1,6 @@
-"""Greedy round-robin over targets: each target in turn takes its most similar row that no other has taken.
+"""Greedy round-robin over targets: each target in turn takes its most similar row that is still free.
 
-The strongest of the choices that Nayak et al. (2026, arXiv 2602.14696) compare at low budgets, there on gradients.
+The strongest of the methods that Nayak et al. (2026, arXiv 2602.14696) compare at low budgets, there on gradients.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RoundRobin:
     title: ClassVar[str] = "Each target's neighbours in turn"
     needs: ClassVar[tuple[str, ...]] = ("features",)
     neighbours: int = 1000
-    """Of each target that are looked at, at most; records beyond follow by distance to their nearest target."""
+    """Maximum number of neighbours of each target; records beyond follow by distance to their nearest target."""
 
     def __post_init__(self) -> None:
         check(self, "neighbours", least=1)
@@ -32,17 +32,16 @@ class RoundRobin:
 
 class RoundRobinSelector(Selector):
     """Scores are round + place: in round r each target, those with the nearer next row first, takes its nearest row
-    that is left; distances are between rows of length one. Rows that nobody took follow by the squared distance to
-    their nearest target. A zero row is at distance 1 of all. Ignores weights. neighbours, chunk: as elsewhere.
-    """
+    that is left; distances are between rows of length one. Rows taken by no target follow by the squared distance to
+    their nearest target. A zero row is at distance 1 of all. Ignores weights. neighbours, chunk: as elsewhere."""
 
     def __init__(self, *, neighbours: int = 1000, chunk: int | None = None):
         self.neighbours = neighbours
         self.chunk = chunk
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs features on both sides."""
-        from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
+        """Assign rows in turns; needs features on both sides."""
+        from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
         finite_number(self.neighbours, "neighbours", least=1)
         x, y = require_field(pool, target, "features", "round-robin")
@@ -71,7 +70,7 @@ class RoundRobinSelector(Selector):
 
 
 class _Unit:
-    """Rows of length one, made as they are read; zero rows stay."""
+    """Rows scaled to length one as they are read; zero rows stay zero."""
 
     def __init__(self, rows: object):
         self._rows = rows
@@ -84,7 +83,7 @@ class _Unit:
         rows = np.asarray(self._rows[key], dtype=np.float64)  # type: ignore[index]
         with np.errstate(over="ignore", invalid="ignore"):
             lengths = np.linalg.norm(rows, axis=-1, keepdims=True)
-            if np.isfinite(rows).all():  # else the search names the row
+            if np.isfinite(rows).all():  # else the search reports the row
                 no_overflow(lengths)
             return np.asarray(rows / np.where(lengths > 0, lengths, 1.0))
 

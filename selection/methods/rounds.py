@@ -1,15 +1,15 @@
 """GOT-D in several steps: after each part of the budget the transport problem is solved on the shifted mixture.
 
 Entropic transport is convex in the pool's weights, so the linear prediction that one-shot GOT-D minimises is
-optimistic, most of all for small budgets: all k rows come from one place, and what the first of them mended the others
-mend again. Here the share λ of the selection in the mixture is fixed, and with U_r what r rounds have chosen,
+optimistic, most of all for small budgets: all k rows come from one region, and repeat the same improvement. Here the
+share λ of the selection in the mixture is fixed, and with U_r the selection after r rounds,
 
     w_0 = a ,    w_r = (1 − λ) a + λ · uniform(U_r) ,    U_{r+1} = U_r ∪ {the k/R smallest unchosen s^{w_r}} .
 
-ε stays what it was at w_0, in units of cost. Part of the target is held out. At each round the budget is also filled at
-once from the current solution, and the answer is the filling whose mixture is nearest to the held-out target: all
-rounds up to there count, the later ones do not, and the result is never worse there than one-shot GOT-D. Comparing
-selections of the full size keeps the growth of U_r, which dilutes any selection, out of the comparison. All rounds are
+ε stays at its value at w_0, in units of cost. Part of the target is held out. At each round the budget is also filled
+at once from the current solution, and the result is the filling whose mixture is nearest to the held-out target: all
+rounds up to it count, the later ones do not, and the result is never worse there than one-shot GOT-D. Comparing
+selections of the full size excludes the growth of U_r, which dilutes any selection, from the comparison. All rounds are
 run, because the first step after U_1 often overshoots. (science.md §4.)
 """
 
@@ -37,16 +37,16 @@ from flatshift.selection.transport.solver import Potentials
 from flatshift.selection.validation import real_weights
 
 Solve = Callable[..., Potentials]
-"""(x, y, a, b, relative epsilon, progress, held_bytes=) -> Potentials."""
+"""Function (x, y, a, b, relative epsilon, progress, held_bytes=) -> Potentials."""
 _HELD = 50
-"""Bytes a pool row that stay beside a solve: the first solution (24), two rounds' scores, the weights, two marks."""
+"""Bytes per pool row held during a solve: the first solution (24), two rounds' scores, the weights, two masks."""
 _READ_BYTES = 2 << 20
-"""Bytes of float64 rows read at a time where costs are averaged."""
+"""Bytes of float64 rows read at a time for averaging costs."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """What is kept of a round: the rows that fill the budget at its mixture in rank order, and their gradients."""
+    """Result of a round: the rows that fill the budget at its mixture in rank order, and their gradients."""
 
     filling: np.ndarray
     gradients: np.ndarray
@@ -56,10 +56,13 @@ class _Step:
 
 @dataclass(frozen=True)
 class Rounds:
-    """`scores` (N,) rank the rows: round by round, then the unchosen ones. `gradients` (N,): each row's calibrated
+    """Result of all rounds.
+
+    `scores` (N,) rank the rows: round by round, then the unchosen ones. `gradients` (N,): each row's calibrated
     gradient at the mixture that chose it, the last one's for rows never chosen. `batches`: rows of each round in rank
-    order. `held_out`: OT_ε to the held-out target of the mixture with the whole budget, filled at each round; empty
-    where nothing was held out."""
+    order. `held_out`: OT_ε to the held-out target of the mixture with the whole budget, filled at each round; empty if
+    nothing was held out.
+    """
 
     first: Potentials
     scores: np.ndarray
@@ -71,7 +74,8 @@ class Rounds:
     converged: bool
 
     def diagnostics(self) -> dict[str, Any]:
-        """What the manifest tells of the rounds; overrides the first solution's error and verdict with the worst."""
+        """Return manifest entries on the rounds; they override the first solution's error and convergence with the
+        worst."""
         return {
             "rounds": [len(batch) for batch in self.batches],
             "held_out": self.held_out,
@@ -98,7 +102,7 @@ def choose_in_rounds(
     """Choose `budget` rows in up to `rounds` parts; the arguments are those of `GotDSelector`."""
     x, target_features = require_field(pool, target, "features", "gotd")
     y = np.asarray(target_features)
-    finite_rows(y, "target", 0)  # here, where rows still have the caller's numbers; the solver checks the rest
+    finite_rows(y, "target", 0)  # here, while rows still have the caller's numbers; the solver checks the rest
     b = None if target.weights is None else real_weights(target.weights, "target")
     kept, held = _hold_out(target, holdout, seed)
 
@@ -162,12 +166,13 @@ def choose_in_rounds(
 
 
 def _order(side: tuple[Any, Any], weights: Any) -> tuple[Any, Any, Any]:
-    """(y, a, b) as `solve` takes them."""
+    """Return (y, a, b) in the argument order of `solve`."""
     return side[0], weights, side[1]
 
 
 def _hold_out(target: Target, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers kept and held out, both sorted; fewer than two rows are never held out, nor more than all but two."""
+    """Return row numbers kept and held out, both sorted; at least two rows are held out and two kept, or none held
+    out."""
     count = round(share * len(target))
     if count < 2 or len(target) - count < 2:
         return np.arange(len(target)), np.empty(0, dtype=np.int64)
@@ -176,7 +181,7 @@ def _hold_out(target: Target, share: float, seed: int) -> tuple[np.ndarray, np.n
 
 
 def _mean_cost(x: Any, index: np.ndarray | None, weights: Any, y: np.ndarray, b: np.ndarray | None, cost: str) -> float:
-    """Σ_ij a_i b_j c(x_i, y_j) over the rows `index` of the pool (None: all), a their `weights` or uniform.
+    """Return Σ_ij a_i b_j c(x_i, y_j) over the rows `index` of the pool (None: all), a their `weights` or uniform.
 
     Squared distances: Σ_i a_i |x_i − ȳ|² + Σ_j b_j |y_j − ȳ|². Cosine costs: half of these for rows of length one.
     """
@@ -195,7 +200,8 @@ def _mean_cost(x: Any, index: np.ndarray | None, weights: Any, y: np.ndarray, b:
 
 
 def _in_order(gradients: np.ndarray, batches: list[np.ndarray], chosen: np.ndarray) -> np.ndarray:
-    """Scores that rank the batches one after another and the unchosen rows last: later rounds keep their level."""
+    """Return scores that rank the batches one after another and the unchosen rows last: later rounds keep their
+    level."""
     scores = gradients.copy()
     floor = scores[~chosen].min(initial=np.inf)
     for batch in reversed(batches):

@@ -1,4 +1,5 @@
-"""TSDS: the target's mass on its nearest neighbours, spread against crowding (Liu et al. 2024, arXiv 2410.11303)."""
+"""TSDS: the target's mass on its nearest neighbours, with a penalty for crowding (Liu et al. 2024, arXiv
+2410.11303)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from flatshift.selection.methods.neighbours import Nearest
 
 _FIRST = 64
-"""Neighbours of each target that are looked at first."""
+"""Number of neighbours of each target in the first attempt."""
 _PAIRS = 2e9
 """Pairs of rows up to which densities count all neighbours of all targets: some ten seconds of one core."""
 
@@ -41,11 +42,11 @@ class TSDS:
     alpha: float = 0.5
     """Between 0 and 1: small spreads each target's mass over many neighbours, large keeps it on the nearest."""
     scale: float = 5.0
-    """The constant C of the paper, in units of distance: what spreading is weighed against."""
+    """The constant C of the paper, in units of distance: the scale against which spreading is weighed."""
     sigma: float = 0.75
     """Rows closer than this count as near-duplicates of one another (kernel 1 − d²/σ²); 0: none do."""
     neighbours: int = 1000
-    """Neighbours of each target that may receive mass, at most."""
+    """Maximum number of neighbours of each target that may receive mass."""
 
     def __post_init__(self) -> None:
         check(self, "alpha", above=0, most=1)
@@ -58,17 +59,17 @@ class TSDS:
 
 
 class TSDSSelector(Selector):
-    """Scores by −(log p + Gumbel noise fixed by seed and id): the k smallest are a draw without repeats by p.
+    """Scores by −(log p + Gumbel noise keyed by seed and id): the k smallest are a draw without repeats by p.
 
     Each of the M targets gives its mass 1/M to its nearest rows in turn, at most 1/(M s ρ_i) to a row of density ρ_i
     (near-duplicates count together: ρ_i = Σ max(0, 1 − d²/σ²) over the rows in question, itself included). s is the
     largest for which the mean transport cost of spreading stays below C(1 − α)/α, as in the authors' code, which this
-    follows exactly but for three points: neighbours are exact instead of approximate, a density counts all rows within
-    σ and not the 1,000 nearest, and rows are drawn without repeats and by seed. Where counting over the neighbours of
-    all targets would take more than `_PAIRS` pairs of rows, a row's density is the largest that the neighbours of one
-    target give it (`diagnostics_["densities"]` is then "by target"): its near-duplicates are neighbours of the same
-    target, and the work is M·K² instead of the square of their union. Rows that receive no mass follow, by
-    squared distance to the nearest target.
+    follows exactly except for three points: neighbours are exact instead of approximate, a density counts all rows
+    within σ and not the 1,000 nearest, and rows are drawn without repeats and by seed. If counting over the neighbours
+    of all targets would take more than `_PAIRS` pairs of rows, a row's density is the largest that the neighbours of
+    one target give it (`diagnostics_["densities"]` is then "by target"): its near-duplicates are neighbours of the same
+    target, and the work is M·K² instead of the square of their union. Rows that receive no mass follow, by squared
+    distance to the nearest target.
 
     alpha, scale (C), sigma, neighbours: see `flatshift.selection.config.TSDS`. chunk: rows per tile. `probabilities_`
     (N,) is p. Distances are absolute: the defaults suit L2-normalised features. Ignores weights.
@@ -92,8 +93,8 @@ class TSDSSelector(Selector):
         self.chunk = chunk
 
     def fit(self, pool: Pool, target: Target, *, progress: Progress | None = None) -> Self:
-        """Needs features on both sides."""
-        from flatshift.selection.methods.neighbours import nearest_rows  # brings torch
+        """Spread the target's mass and draw; needs features on both sides."""
+        from flatshift.selection.methods.neighbours import nearest_rows  # imports torch
 
         finite_number(self.alpha, "alpha", above=0.0, most=1.0)
         finite_number(self.scale, "scale", above=0.0)
@@ -119,10 +120,10 @@ class TSDSSelector(Selector):
         return self
 
     def _spread(self, x: Any, found: Nearest, progress: Progress | None) -> tuple[np.ndarray, float, np.ndarray, str]:
-        """Each target's mass on its nearest rows, the spread, the densities that were looked at, and how they count.
+        """Return each target's mass on its nearest rows, the spread, the densities used, and how they were counted.
 
-        Densities are most of the work and only matter as far as mass reaches, so neighbours are looked at in doubling
-        numbers until every target is full before the last of them. The answer is that of all neighbours at once.
+        Densities are most of the work and only matter as far as mass reaches, so the number of neighbours is doubled
+        until every target is full before the last of them. The result is that of all neighbours at once.
         """
         from flatshift.selection.methods.neighbours import densities, local_densities
 
@@ -152,8 +153,8 @@ class TSDSSelector(Selector):
 
 
 def assign(distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: float) -> tuple[np.ndarray, float, float]:
-    """The mass (M, K) that each target gives to its K nearest rows (total 1), the spread s, and the largest spread that
-    K rows can tell from more of them.
+    """Return the mass (M, K) that each target gives to its K nearest rows (total 1), the spread s, and the spread up to
+    which K rows give the same result as more.
 
     distance (M, K) ascending along a row; density (M, K) of those rows. Spreading further costs target j, when its
     first k rows are full at s = Σ_{i≤k} 1/ρ_i, d_{k+1} s − Σ_{i≤k} d_i/ρ_i; s is the first of all these points, over
@@ -171,5 +172,5 @@ def assign(distance: np.ndarray, density: np.ndarray, *, alpha: float, scale: fl
     spread = float(full[:, :-1].ravel()[events[reached[0] if len(reached) else -1]])
     filled = np.minimum(full / spread, 1.0)
     mass = np.diff(filled, axis=1, prepend=0.0)
-    mass[:, -1] += 1.0 - filled[:, -1]  # a target whose rows are all full leaves the rest on its last
+    mass[:, -1] += 1.0 - filled[:, -1]  # a target whose rows are all full puts the rest on its last
     return mass / m, spread, float(full[:, -2].min())

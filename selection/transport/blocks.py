@@ -1,8 +1,8 @@
-"""Sums over rows whose bits do not depend on how the rows are divided among threads and processes.
+"""Sums over rows that are bit for bit independent of the division of rows among threads and processes.
 
-Rows are added up in blocks of `BLOCK`, in order; the blocks' sums in the binary tree over block numbers 0, 1, 2, …,
-whose inner nodes are there as soon as their two children are. Whoever holds a range of blocks adds up the largest
-whole subtrees in it, some two for each doubling of its length, and these are what travels. Scalars are added exactly
+Rows are summed in blocks of `BLOCK`, in order; the blocks' sums in the binary tree over block numbers 0, 1, 2, …, whose
+inner nodes are computed as soon as both children exist. The owner of a range of blocks sums the largest complete
+subtrees in it, some two for each doubling of its length, and only these are communicated. Scalars are added exactly
 (Shewchuk's `math.fsum`), so that only their blocks need an order.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 BLOCK = 4096
-"""Rows of a block. A division of the pool is one of whole blocks, but for the last."""
+"""Rows per block. Any division of the pool must consist of whole blocks, except for the last."""
 _AT_ONCE = 256 * BLOCK
 
 Node = tuple[int, int, Tensor]
@@ -22,7 +22,7 @@ Node = tuple[int, int, Tensor]
 
 
 def tiles(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
-    """Ranges of at most `step` rows that cover [low, high) and cross no border of a block."""
+    """Yield ranges of at most `step` rows that cover [low, high) without crossing block borders."""
     while low < high:
         end = min(low + step, high, (low // BLOCK + 1) * BLOCK)
         yield low, end
@@ -30,7 +30,7 @@ def tiles(low: int, high: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 class Tree:
-    """The sums of some blocks; `nodes` in the order of their blocks once all of a range were added in order."""
+    """Sums of some blocks; `nodes` are in the order of their blocks once all of a range were added in order."""
 
     def __init__(self, nodes: Iterable[Node] = ()):
         self.nodes: list[Node] = []
@@ -38,7 +38,7 @@ class Tree:
             self._push(node)
 
     def add(self, block: int, value: Tensor) -> None:
-        """The sum of block number `block`; the tree keeps `value`."""
+        """Add the sum of block number `block`; the tree keeps `value`."""
         self._push((0, block, value))
 
     def _push(self, node: Node) -> None:
@@ -51,7 +51,7 @@ class Tree:
         self.nodes.append(node)
 
     def total(self) -> Tensor:
-        """The sum of all blocks; what is left over of the last subtrees is added from the right."""
+        """Return the sum of all blocks; the roots of the remaining subtrees are added from the right."""
         value = self.nodes[-1][2]
         for _, _, before in reversed(self.nodes[:-1]):
             value = before + value
@@ -59,7 +59,7 @@ class Tree:
 
 
 def block_sums(values: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """(⌈n / BLOCK⌉,) float64: Σ values·factors over each block of two (n,) arrays."""
+    """Return (⌈n / BLOCK⌉,) float64: Σ values·factors over each block of two (n,) arrays."""
     found = []
     for low in range(0, len(values), _AT_ONCE):
         product = values[low : low + _AT_ONCE] * factors[low : low + _AT_ONCE]

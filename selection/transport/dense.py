@@ -1,10 +1,10 @@
-"""Maximises the semi-dual on a kernel held in memory: over-relaxed Sinkhorn, then Newton where that is cheaper.
+"""Maximiser of the semi-dual on a kernel in memory: over-relaxed Sinkhorn, then Newton where that is cheaper.
 
-Sinkhorn relaxed in both potentials is successive over-relaxation of a two-block system (Thibault et al. 2021,
-arXiv 1711.01851); with λ the rate of the plain iteration, the best factor is ω = 2/(1 + √(1 − λ)) and the rate becomes
-ω − 1. λ is read off the observed errors (Young's formula). Near the optimum, or where Sinkhorn crawls (small ε), a
-safeguarded Newton step on g ∈ R^M takes over: its Hessian is one GEMM and a Cholesky factor, and a factor is kept for
-as long as steps with it shrink the error.
+Sinkhorn relaxed in both potentials is successive over-relaxation of a two-block system (Thibault et al. 2021, arXiv
+1711.01851); with λ the rate of the plain iteration, the best factor is ω = 2/(1 + √(1 − λ)) and the rate becomes ω − 1.
+λ is estimated from the observed errors (Young's formula). Near the optimum, or where Sinkhorn is slow (small ε), a
+safeguarded Newton step on g ∈ R^M takes over: its Hessian is one GEMM and a Cholesky factor, and a factor is reused as
+long as steps with it shrink the error.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NEWTON_MAX_COLUMNS = 4096
 """Above this the M×M factor costs more than the iterations it saves."""
 
 _WATCHED = 64
-"""Iterations of Sinkhorn between two words of progress."""
+"""Iterations of Sinkhorn between progress reports."""
 
 
 @dataclass(frozen=True)
 class DenseResult:
-    """`at`: the exact evaluation of the best g found."""
+    """Result of `solve_dense`; `at`: the exact evaluation of the best g found."""
 
     at: Evaluation
     iterations: int
@@ -45,11 +45,11 @@ def solve_dense(
     inverse: Tensor | None = None,
     watch: Callable[[int], None] | None = None,
 ) -> DenseResult:
-    """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,); stops after `max_iterations` otherwise.
+    """Find g with |col(g) − marginal|₁ ≤ tolerance, starting at g (M,); stop after `max_iterations` otherwise.
 
     `marginal` (M,) float64, positive, sums to 1; it need not be the kernel's own b (control variates use another).
-    `newton_columns`: targets up to which Newton steps are taken; they hold some six M×M matrices. `inverse` (M, M): the
-    `inverse_hessian` of a like kernel near g; steps with it come first, for as long as they pay.
+    `newton_columns`: number of targets up to which Newton steps are used; they take some six M×M matrices. `inverse`
+    (M, M): the `inverse_hessian` of a similar kernel near g; steps with it come first, as long as they pay off.
     `watch`: called now and then with the iterations so far.
     """
     search = _Search(kernel, marginal, tolerance, max_iterations, newton_columns, watch)
@@ -57,7 +57,7 @@ def solve_dense(
 
 
 def inverse_hessian(kernel: Kernel, g: Tensor, marginal: Tensor, ridge: float = 1e-3) -> Tensor:
-    """(M, M) float64: the inverse of −ε ∇²F at g, made definite."""
+    """Return (M, M) float64: the inverse of −ε ∇²F at g, made definite."""
     return torch.cholesky_inverse(_factor(kernel.curvature(g), kernel.evaluate(g).column, marginal, ridge))
 
 
@@ -80,7 +80,7 @@ class _Search:
         self.iterations = 0
         self.newton_steps = 0
         m = len(marginal)
-        # One Newton step in units of Sinkhorn iterations: 2nM² flop at GEMM speed beside 4nM at memory speed.
+        # Cost of a Newton step in Sinkhorn iterations: 2nM² flop at GEMM speed versus 4nM at memory speed.
         self.newton_cost = 2.0 + m / 20.0 if m <= newton_columns else math.inf
 
     def run(self, g: Tensor, inverse: Tensor | None) -> DenseResult:
@@ -105,7 +105,7 @@ class _Search:
         return float(self.kernel.rows.a @ at.f + self.marginal @ at.g)
 
     def approach(self, at: Evaluation, inverse: Tensor) -> Evaluation:
-        """Steps with a Hessian of a like problem, for as long as each takes a fifth off the error."""
+        """Take steps with the Hessian of a similar problem, as long as each reduces the error by a fifth."""
         reach = 2.0 * self.kernel.epsilon
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
             step = self.kernel.epsilon * (inverse @ (self.marginal - at.column))
@@ -119,7 +119,7 @@ class _Search:
     # ------------------------------------------------------------------------------------------ Sinkhorn
 
     def relax(self, at: Evaluation, omega: float) -> tuple[Evaluation, float]:
-        """Sinkhorn iterations from `at` until the tolerance, or until Newton is the cheaper way to it."""
+        """Run Sinkhorn iterations from `at` until the tolerance, or until Newton is the cheaper way to it."""
         kernel, epsilon = self.kernel, self.kernel.epsilon
         log_v = kernel.log_v(at.g)
         origin = kernel.origin
@@ -135,7 +135,7 @@ class _Search:
                 self.watch(self.iterations)
             error = float((column - self.marginal).abs().sum())
             if not error <= 8 * best:
-                # Over-relaxation overshot: back to the best point with a milder factor. Plain steps always climb.
+                # Over-relaxation overshot: return to the best point with a milder factor. Plain steps always climb.
                 ceiling = 1.0 + 0.6 * (min(omega, ceiling) - 1.0)
                 omega, log_z, errors, best = min(1.0 + 0.5 * (ceiling - 1.0), ceiling), None, [], math.inf
                 log_v = kernel.log_v(best_g)
@@ -161,7 +161,7 @@ class _Search:
                 else:
                     left = math.inf
                 steps = 2 + math.log2(max(1.0, math.log(self.tolerance) / math.log(min(error, 0.5))))
-                # Newton is quadratic only near the optimum; far away a few more plain iterations are worth more.
+                # Newton is quadratic only near the optimum; far away a few more plain iterations are better.
                 if left > steps * self.newton_cost and (error < 0.2 or len(errors) > 10 * window):
                     break
         assert origin is not None
@@ -170,10 +170,11 @@ class _Search:
     # ------------------------------------------------------------------------------------------ Newton
 
     def newton(self, at: Evaluation) -> Evaluation:
-        """Safeguarded Newton steps from `at` until the tolerance, or until a step fails (Sinkhorn then goes on)."""
+        """Take safeguarded Newton steps from `at` until the tolerance, or until a step fails (then Sinkhorn
+        continues)."""
         ridge = min(1e-3, 0.1 * self.error(at))
         epsilon = self.kernel.epsilon
-        # Where clusters hardly exchange mass the dual is nearly linear: successful clamped steps earn longer ones.
+        # If clusters hardly exchange mass the dual is nearly linear: successful clamped steps allow longer ones.
         radius = 2.0 * epsilon
         while self.error(at) > self.tolerance and self.iterations < self.max_iterations:
             factor = _factor(self.kernel.curvature(at.g), at.column, self.marginal, ridge)
@@ -195,7 +196,7 @@ class _Search:
                 if cut:
                     radius *= 2
                 if self.error(at) <= self.tolerance or self.error(at) > 0.25 * error:
-                    break  # a fresh factor is worth its price again
+                    break  # a new factor pays off again
             if moved:
                 ridge = min(ridge * 0.1, 0.1 * self.error(at))
             elif ridge >= 1e-2:
@@ -205,7 +206,8 @@ class _Search:
         return at
 
     def attempt(self, at: Evaluation, direction: Tensor) -> Evaluation | None:
-        """The first of a few shortened steps that raises the dual value, or (within its rounding) shrinks the error."""
+        """Return the first of a few shortened steps that raises the dual value, or (within its rounding) shrinks the
+        error."""
         slope = float((self.marginal - at.column) @ direction)
         noise = 1e-13 if self.kernel.rows.dtype == torch.float64 else 1e-7
         floor = noise * (abs(self.value(at)) + self.kernel.epsilon)
@@ -219,7 +221,7 @@ class _Search:
 
 
 def _omega(rate: float, omega: float) -> float:
-    """The factor that suits the plain rate λ behind an observed `rate`: λ = (μ + ω − 1)²/(μ ω²) for μ > ω − 1."""
+    """Return the best factor for the plain rate λ behind an observed `rate`: λ = (μ + ω − 1)²/(μ ω²) for μ > ω − 1."""
     if rate >= 1.0:
         return 1.0 + 0.5 * (omega - 1.0)
     if rate <= omega - 1.0:
@@ -229,7 +231,8 @@ def _omega(rate: float, omega: float) -> float:
 
 
 def _factor(curvature: Tensor, column: Tensor, marginal: Tensor, ridge: float) -> Tensor:
-    """Cholesky factor of H + ridge·diag + b bᵀ: positive definite, although H has the constants in its kernel."""
+    """Return the Cholesky factor of H + ridge·diag + b bᵀ: positive definite, although constants are in the kernel of
+    H."""
     weight = torch.maximum(column, marginal)
     base = curvature + torch.outer(marginal, marginal)
     assert bool(base.isfinite().all()), "curvature is not finite"

@@ -1,9 +1,9 @@
 """Evaluations of the semi-dual: F(g) = Σ a_i f_g(x_i) + Σ b_j g_j and its gradient b − col(g), col = Pᵀ1.
 
-Two ways with one meaning: `Streamed` rereads the rows each time (one GEMM per pass, memory of a chunk);
-`Kernel` keeps E_ij = exp(S_ij − max_j S_ij) at an absorbed g₀, after which a new g costs one read of E:
-S(g) = S(g₀) + (g − g₀)/ε, so row sums are E v and column sums v ∘ Eᵀu with v = exp((g − g₀)/ε), u = a/(E v).
-Row softmax and column sums come from the same tile while it is in cache. Sums over rows are float64.
+Two equivalent implementations: `Streamed` rereads the rows each time (one GEMM per pass, memory of a chunk); `Kernel`
+stores E_ij = exp(S_ij − max_j S_ij) at an absorbed g₀, after which a new g costs one read of E: S(g) = S(g₀) + (g −
+g₀)/ε, so row sums are E v and column sums v ∘ Eᵀu with v = exp((g − g₀)/ε), u = a/(E v). Row softmax and column sums
+are computed from the same tile while it is in cache. Sums over rows are float64.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from flatshift.selection.transport.rows import TileSource
 from flatshift.selection.transport.threads import Crew, flushes
 
 TILE_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
-"""Bytes of one tile: large enough for GEMM to run at full speed, on CPUs small enough to stay in cache behind it."""
+"""Bytes of one tile: large enough for GEMM at full speed, on CPUs small enough to stay in cache afterwards."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`f` (n,), `column` (M,) float64 at `g`; `value` the dual; `error` the L1 deviation of the target marginal;
-    `nearest` (n,) int32, the target with the largest part of each row, where it was asked for."""
+    """Evaluation at `g`: `f` (n,), `column` (M,) float64; `value` the dual; `error` the L1 deviation of the target
+    marginal; `nearest` (n,) int32, the target with the largest part of each row, if requested."""
 
     g: Tensor
     f: Tensor
@@ -39,36 +39,39 @@ class Evaluation:
 
 
 def tile_rows(columns: int, dtype: torch.dtype, chunk: int | None, tile_bytes: int = TILE_BYTES["cpu"]) -> int:
-    """Rows per tile."""
+    """Return the rows per tile."""
     if chunk is not None:
         return chunk
     return max(16, min(tile_bytes // (columns * dtype.itemsize), max(8192, tile_bytes >> 12)))
 
 
 def _exponentiate(tile: Tensor, kept: bool = False) -> Tensor:
-    """In place, of a tile S/ln 2: exp(S − rowmax); returns the row maxima of S/ln 2 (rows,). kept: see `_raise`."""
+    """Exponentiate a tile S/ln 2 in place: exp(S − rowmax); return the row maxima of S/ln 2 (rows,). kept: see
+    `_raise`."""
     top = tile.amax(1)
     _raise(tile.sub_(top.unsqueeze(1)), kept)
     return top
 
 
 def _raise(tile: Tensor, kept: bool = False) -> None:
-    """exp of S, in place. Where float32 is subnormal there is no mass, but many processors are slow: such numbers are
-    kept out, unless this thread takes them for 0 and the tile is not `kept` for threads that do not."""
+    """Compute exp of S in place, without float32 subnormals: they hold no mass, but many processors are slow on them.
+
+    They are clamped away, unless this thread flushes them to 0 and the tile is not `kept` for threads that do not.
+    """
     if tile.dtype == torch.float32 and (kept or not flushes()):
         tile.clamp_(min=-115.0)
     tile.exp2_()
 
 
 def _largest(tile: Tensor) -> Tensor:
-    """(rows,) int64: the column of each row's largest entry, the first of equals."""
+    """Return (rows,) int64: the column of each row's largest entry, the first of equals."""
     if tile.device.type == "cpu":
         return torch.from_numpy(tile.numpy().argmax(1))  # vectorised: a thirteenth of torch's time
     return tile.argmax(1)
 
 
 def _within(total: Tensor) -> bool:
-    """Whether sums of exponentials are so near to one that float32 holds all that matters of their terms."""
+    """True if sums of exponentials are so near to one that float32 holds all that matters of their terms."""
     low, high = total.aminmax()
     return bool(low > 2.0**-40) and bool(high < 2.0**40)
 
@@ -81,7 +84,7 @@ def _conclude(g: Tensor, f: Tensor, column: Tensor, a: Tensor, b: Tensor) -> Eva
 class Streamed:
     """Evaluates by streaming every row through one GEMM; in a team, every process its own rows.
 
-    tile_bytes: memory of a tile, None for what suits the device. on_rows: called as (done, total) after each tile.
+    tile_bytes: memory of a tile, None to suit the device. on_rows: called as (done, total) after each tile.
     """
 
     def __init__(
@@ -104,11 +107,11 @@ class Streamed:
         self._on_rows = on_rows
 
     def evaluate(self, g: Tensor, nearest: bool = False, near: Evaluation | None = None) -> Evaluation:
-        """One pass over the rows. `nearest` costs a fiftieth of a pass more.
+        """Evaluate F at g in one pass over the rows. `nearest` costs a fiftieth of a pass more.
 
-        near: an answer at a g that is a few ε away. Its f, a log-sum per row, then stands in for the row maxima: they
-        need not be looked for, and the shift by them is a column of the GEMM. The rows of a tile where it is too far
-        away for float32 get their maxima.
+        near: an evaluation at a g a few ε away. Its f, a log-sum per row, then replaces the row maxima: they need not
+        be computed, and the shift by them is a column of the GEMM. Tiles for which it is too far away for float32 use
+        their row maxima.
         """
         rows, n, m = self.rows, len(self.rows.a), len(self.rows.b)
         total_rows = self._team.rows_of_all
@@ -137,7 +140,7 @@ class Streamed:
                 shift = _exponentiate(tile)
                 total = tile.sum(1)
             f[low:high] = shift.double() + total.double().log2()
-            # n·a keeps the weights near one, where float32 is at its best, whatever the size of the pool.
+            # n·a keeps the weights near one, where float32 is most accurate, whatever the size of the pool.
             return ((total_rows * rows.a[low:high] / total).to(rows.dtype) @ tile).double()
 
         tree = self._crew.tree(n, self._step, work, self._on_rows, self._team.first_block)
@@ -148,7 +151,7 @@ class Streamed:
         return Evaluation(g, f, column, value, float((column - rows.b).abs().sum()), found)
 
     def nearest(self, g: Tensor) -> Tensor:
-        """(n,) int64: the target that receives the largest part of each row. One pass."""
+        """Return (n,) int64: the target that receives the largest part of each row. One pass."""
         return _nearest(self.rows, g, self.epsilon, self._step)
 
 
@@ -165,7 +168,7 @@ def _nearest(rows: TileSource, g: Tensor, epsilon: float, step: int) -> Tensor:
 
 
 class Kernel:
-    """Keeps the exponentiated tiles: after `absorb`, evaluations are matrix-vector products."""
+    """Stores the exponentiated tiles: after `absorb`, evaluations are matrix-vector products."""
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class Kernel:
         self.store = torch.empty(len(rows.a), len(rows.b), dtype=rows.dtype, device=rows.device)
         self.origin: Tensor | None = None
         self.reach = 20.0 if rows.dtype == torch.float32 else 200.0
-        """Largest |g − g₀|/ε before E is computed anew: entries that were flushed to zero must stay negligible."""
+        """Largest |g − g₀|/ε before E is recomputed: entries that were flushed to zero must stay negligible."""
         self._step = tile_rows(len(rows.b), rows.dtype, chunk, tile_bytes or TILE_BYTES["cpu"])
         self._base = torch.empty(len(rows.a), dtype=torch.float64, device=rows.device)
         self._on_rows = on_rows
@@ -205,7 +208,7 @@ class Kernel:
         self.origin = g.clone()
 
     def log_v(self, g: Tensor) -> Tensor:
-        """(g − g₀)/ε up to a constant; absorbs g first where it lies out of reach."""
+        """Return (g − g₀)/ε up to a constant; absorb g first if it is out of reach."""
         if self.origin is None:
             self.absorb(g)
         assert self.origin is not None
@@ -216,10 +219,10 @@ class Kernel:
         return log_v
 
     def scale(self, log_v: Tensor, log_z: Tensor | None = None, omega: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Row sums' logarithm log z (n,) and column sums (M,) for v; one read of E.
+        """Return the row sums' logarithm log z (n,) and column sums (M,) for v; one read of E.
 
-        With `log_z` of the previous call and ω > 1 the row update is over-relaxed:
-        log z ← (1 − ω) log z_old + ω log(E v).
+        With `log_z` of the previous call and ω > 1 the row update is over-relaxed: log z ← (1 − ω) log z_old + ω log(E
+        v).
         """
         rows, n = self.rows, len(self.rows.a)
         shift = float(log_v.max() + log_v.min()) / 2
@@ -240,14 +243,14 @@ class Kernel:
         return out, v * column / n
 
     def evaluate(self, g: Tensor) -> Evaluation:
-        """Exact rows, column sums and dual value at g."""
+        """Compute exact rows, column sums and dual value at g."""
         log_v = self.log_v(g)
         log_z, column = self.scale(log_v)
         f = self.rows.squared - self.epsilon * (self._base + log_z)
         return _conclude(g, f, column, self.rows.a, self.rows.b)
 
     def curvature(self, g: Tensor) -> Tensor:
-        """H = diag(col) − Σ_i a_i r_i r_iᵀ (M, M) float64 with r_i = softmax(S_i): −ε ∇²F at g."""
+        """Return H = diag(col) − Σ_i a_i r_i r_iᵀ (M, M) float64 with r_i = softmax(S_i): −ε ∇²F at g."""
         log_v = self.log_v(g)
         log_v = log_v - (log_v.max() + log_v.min()) / 2
         log_z, column = self.scale(log_v)
@@ -263,7 +266,7 @@ class Kernel:
         return torch.diag(column) - gram
 
     def nearest(self, g: Tensor) -> Tensor:
-        """(n,) int64: the target that receives the largest part of each row."""
+        """Return (n,) int64: the target that receives the largest part of each row."""
         narrow = self.log_v(g).to(self.rows.dtype).exp()
         found = torch.empty(len(self.rows.a), dtype=torch.int64, device=self.store.device)
         for low in range(0, len(found), self._step):

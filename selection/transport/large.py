@@ -1,9 +1,9 @@
-"""Large problems: subsample, full pass, correction, full pass, …
+"""Solver of large problems: subsample, full pass, correction, full pass, …
 
 A subsample of the pool is solved first; every full pass then measures the true column sums, and the subsample is solved
-again for the marginal that corrects what the pass found (a nonlinear control variate: to first order a Newton step with
-the subsample's Hessian). The fixed point is the optimum of the whole pool. In a team every process streams its shard,
-and the first one has the subsample and solves it for all, while the others sleep.
+again for the marginal that corrects the deviation (a nonlinear control variate: to first order a Newton step with the
+subsample's Hessian). The fixed point is the optimum of the whole pool. In a team every process streams its shard, and
+the first one holds the subsample and solves it for all, while the others sleep.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ THINNED = 40
 
 
 def precision(problem: Problem, settings: SolverSettings) -> torch.dtype:
-    """float32 tiles where their rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance."""
+    """Return float32 for tiles if its rounding, |S|·2⁻²⁴ at the largest logit, stays well below the tolerance, else
+    float64."""
     y_norm = math.sqrt(float((problem.y**2).sum(1).max()))
     x_norm = math.sqrt(max(problem.team.gather(float(problem.x_squared.max()))))
     largest = y_norm * (2.0 * x_norm + y_norm) / settings.epsilon
@@ -47,7 +48,7 @@ def precision(problem: Problem, settings: SolverSettings) -> torch.dtype:
 
 
 def cached_fits(problem: Problem, settings: SolverSettings, dtype: torch.dtype) -> bool:
-    """Whether the kernel of the whole pool may be held."""
+    """True if the kernel of the whole pool fits in memory."""
     n, m = problem.shape
     sample = 2 * m * min(n, max(5 * m, 5_000))
     columns = settings.newton_columns(free_bytes(problem, settings) / 4)
@@ -56,7 +57,7 @@ def cached_fits(problem: Problem, settings: SolverSettings, dtype: torch.dtype) 
 
 
 def solve_large(problem: Problem, settings: SolverSettings, cached: bool, nearest: bool) -> Solved:
-    """The answer for the pool, or its best approximation when the limits are used up. Raises SelectionError."""
+    """Solve for the pool, or return the best approximation when the limits are used up. Raises SelectionError."""
     return _Large(problem, settings, cached).run(nearest)
 
 
@@ -76,7 +77,7 @@ class _Large:
         self.team.agree(mistake)
         self.size = min(self.team.gather(self.size))
         self.sample: Kernel | None = None
-        """Of the subsample; None on all processes of a team but the first."""
+        """Kernel of the subsample; None on all processes of a team but the first."""
         self.inverse: Tensor | None = None
         self.full: Kernel | Streamed
         if not cached:
@@ -97,22 +98,23 @@ class _Large:
     # ------------------------------------------------------------------------------------------ the subsample
 
     def sample_plan(self) -> tuple[int, bool]:
-        """Rows of the subsample, within memory, and whether their dot products are held beside their kernel.
+        """Return the rows of the subsample, within memory, and whether their dot products are stored as well as their
+        kernel.
 
         When a pass costs a GEMM over the pool: a 25th of it, at least ten rows per target, more for small ε. (At 1 M by
         1 k, 40 k rows cost a quarter of a pass, and save one of the four passes that 20 k need.) When the kernel of the
-        pool is held, the subsample only has to find a start. Raises SelectionError.
+        pool is stored, the subsample only has to find a start. Raises SelectionError.
         """
         (_, m), total, width = self.problem.shape, self.problem.total, self.dtype.itemsize
         free = free_bytes(self.problem, self.settings) - 4 * self.tile_bytes
-        free -= 56 * m * m if m <= self.newton else 0  # Newton's six matrices, and the inverse that is kept
+        free -= 56 * m * m if m <= self.newton else 0  # Newton's six matrices, and the stored inverse
         if self.cached:
             wanted = float(max(5 * m, 5_000))
         else:
             small = min(max(0.01 / self.settings.relative, 1.0), 4.0)
             wanted = max(total // 25, 10 * m, 10_000) * small
         rows_bytes = self.problem.x.shape[1] * self.problem.x.dtype.itemsize + 8 * (self.problem.scale is not None)
-        # Dot products save a GEMM whenever the kernel moves; rows are smaller where there are many targets.
+        # Dot products save a GEMM whenever the kernel moves; with many targets, rows take less memory.
         held = 2 * min(wanted, total) * m * width <= free / 4
         per_row = m * width + (m * width if held else rows_bytes) + 40
         if self.cached:
@@ -125,14 +127,14 @@ class _Large:
         return min(total, int(min(wanted, free / per_row))), held
 
     def drawn(self) -> StreamedRows | None:
-        """The subsample's rows; None on all processes of a team but the first."""
+        """Return the subsample's rows; None on all processes of a team but the first."""
         problem = self.problem
         if self.size < problem.total:
             return self.rows.gather(stratified(problem.a, self.size, self.settings.seed, self.team))
         return self.rows if self.team.group is None else self.rows.gather(np.arange(len(problem.a)), problem.a)
 
     def held(self, drawn: StreamedRows | None) -> StreamedRows | DenseRows:
-        """The subsample's rows as its kernels want them."""
+        """Return the subsample's rows in the form used by its kernels."""
         assert drawn is not None
         return drawn.dense() if self.affinity_held else drawn
 
@@ -140,11 +142,11 @@ class _Large:
         return Kernel(rows, self.settings.epsilon, tile_bytes=self.tile_bytes)
 
     def begin(self, drawn: StreamedRows | None) -> tuple[Tensor, Tensor | None, int]:
-        """Make the subsample's kernel: the g where the first pass evaluates, the anchor, and iterations.
+        """Create the subsample's kernel; return the g of the first pass, the anchor, and iterations.
 
-        Every fourth row of a large subsample goes first, down to where it errs by itself: at a falling ε iterations and
-        kernels then cost a quarter. Its Hessian takes the whole of it, here and in corrections, to the solution in a
-        few steps, where over-relaxation takes dozens.
+        Every fourth row of a large subsample is solved first, down to its sampling error: iterations and kernels at a
+        falling ε then cost a quarter. Its Hessian brings the whole subsample, here and in corrections, to the solution
+        in a few steps, where over-relaxation takes dozens.
         """
         rows, settings, anchor, spent = self.held(drawn), self.settings, None, 0
         if THINNED * len(self.problem.b) <= self.size < self.problem.total:
@@ -159,7 +161,7 @@ class _Large:
         return found.g, anchor, spent + used
 
     def resume(self, drawn: StreamedRows | None, standing: Standing) -> tuple[()]:
-        """Make what `begin` made, as it was when the state was written."""
+        """Recreate the result of `begin` from a saved state."""
         rows = self.held(drawn)
         assert standing.origin is not None
         if standing.anchor is not None:
@@ -169,27 +171,27 @@ class _Large:
         return ()
 
     def steepen(self, thin: Kernel, g: Tensor) -> None:
-        """Keep the thinned subsample's inverse Hessian at g (M,), where that many targets may be factorised."""
+        """Store the thinned subsample's inverse Hessian at g (M,), if that many targets may be factorised."""
         if len(g) <= self.newton:
             thin.absorb(g, self.settings.epsilon)
             self.inverse = inverse_hessian(thin, g, thin.rows.b)
 
     def start_tolerance(self, size: int) -> float:
-        """How well a subsample is solved at first: well below what it errs by itself, some √(M/n)."""
+        """Return the first tolerance for a subsample: well below its sampling error, some √(M/n)."""
         least = max(0.1 * self.settings.tolerance, 1e-4)
         if self.size == self.problem.total:
             return least
         return max(least, 0.02 * math.sqrt(len(self.problem.b) / size))
 
     def correct(self, at: Evaluation, standing: Standing) -> Tensor:
-        """What `corrected` finds, its iterations counted."""
+        """Run `corrected` on the first member, and count its iterations."""
         g, more = self.team.led(lambda: self.corrected(at), self.settings.device)
         standing.iterations += more
         ahead: Tensor = g
         return ahead
 
     def corrected(self, at: Evaluation) -> tuple[Tensor, int]:
-        """The g at which the subsample's column sums change by the factor b/col that the full pass asks for, and
+        """Return the g at which the subsample's column sums change by the factor b/col that the full pass requires, and
         iterations."""
         sample = self.sample
         assert sample is not None
@@ -198,7 +200,7 @@ class _Large:
         marginal = here.column * (b / at.column.clamp_min(1e-300)).clamp(0.02, 50.0)
         marginal = marginal.clamp_min(1e-12 / len(b))
         marginal = marginal / marginal.sum()
-        # Steps with a Hessian are few: they may go on to where the subsample alone decides how good the answer is.
+        # Steps with a Hessian are few: they may continue until the subsample alone limits the accuracy.
         share, least = (0.02, 0.1) if self.inverse is None else (0.005, 0.03)
         goal = max(share * at.error, least * self.settings.tolerance)
         moved = solve_dense(
@@ -213,9 +215,10 @@ class _Large:
         return moved.at.g - b @ moved.at.g, moved.iterations
 
     def foreseen(self, best: Evaluation, ahead: Tensor | None, end: Threshold | None) -> tuple[float, int]:
-        """The overlap of the selection with the converged one, as the next correction tells it, and iterations.
+        """Return the overlap of the selection with the converged one, predicted from the next correction, and
+        iterations.
 
-        ahead: where the correction leads, None where it is still to be found. end: of the selection, in best.f.
+        ahead: the g of the correction, None if it is still to be computed. end: threshold of the selection, in best.f.
         """
         sample, more = self.sample, 0
         assert sample is not None
@@ -248,7 +251,7 @@ class _Large:
         assert isinstance(self.full, Streamed)
         while standing.g is not None and standing.passes < settings.max_passes:
             self.stage = standing.passes + 1
-            # The first answer is rarely the last one: only the others look for the main target on the way.
+            # The first answer is rarely the last one: only later passes compute the main target on the way.
             at = self.full.evaluate(standing.g, nearest and standing.passes > 0, standing.best)
             standing.passes += 1
             self.move(standing, at)
@@ -258,7 +261,7 @@ class _Large:
         return self.conclude(standing, True, nearest, resumed)
 
     def move(self, standing: Standing, at: Evaluation) -> None:
-        """Judge the pass `at`, and set where the next one evaluates (None: nowhere, the demands are met)."""
+        """Evaluate the pass `at`, and set the g of the next one (None: the requirements are met)."""
         settings, b, best = self.settings, self.rows.b, standing.best
         slack = 1e-7 * abs(best.value) if best else 0.0
         if best is None or at.value >= best.value - slack or at.error < 0.5 * best.error:
@@ -271,8 +274,8 @@ class _Large:
             standing.tried = [*standing.tried[-5:], (at.g, standing.ahead)]
             g = _mixed(standing.tried, b)
         else:
-            # Overshot: the correction is an ascent direction, so a shorter step from the best point climbs.
-            # Where three of them do not, a plain Sinkhorn step does.
+            # Overshot: the correction is an ascent direction, so a shorter step from the best point climbs. If three of
+            # them do not, a plain Sinkhorn step does.
             assert standing.ahead is not None
             standing.length *= 0.3
             standing.tried = standing.tried[-1:]
@@ -286,9 +289,10 @@ class _Large:
         standing.g = self.team.first(g - b @ g)
 
     def iterate(self, standing: Standing, nearest: bool) -> Solved:
-        """Every row's kernel is at hand: one pass from the subsample's answer, one correction, then iterations on all.
+        """Solve with every row's kernel in memory: one pass from the subsample's answer, one correction, then
+        iterations on all.
 
-        Where an overlap is asked for, on to ten times smaller errors until two answers agree.
+        If an overlap is required, continue to ten times smaller errors until two answers agree.
         """
         settings, b = self.settings, self.rows.b
         full = Kernel(self.rows, settings.epsilon, chunk=settings.chunk, on_rows=self.report)
@@ -327,8 +331,8 @@ class _Large:
         )
 
     def conclude(self, standing: Standing, sampled: bool, nearest: bool, resumed: int) -> Solved:
-        """The best answer, main targets where they are still missing, and how far the selection is from settled, where
-        the subsample that tells it was made (`sampled`)."""
+        """Return the best answer, with main targets if still missing, and the estimated overlap of the selection if the
+        subsample for it was created (`sampled`)."""
         found = self.solved(standing)
         best = found.at
         estimate = None
@@ -346,7 +350,7 @@ class _Large:
 
 
 def exchanged(problem: Problem) -> Problem:
-    """The problem seen from the target: its rows are streamed, the pool's rows of positive weight are the columns."""
+    """Exchange the sides: the target's rows are streamed, the pool's rows of positive weight are the columns."""
     kept = np.flatnonzero(problem.a)
     columns = np.asarray(problem.x[kept], dtype=np.float64)
     if problem.scale is not None:
@@ -367,8 +371,8 @@ def exchanged(problem: Problem) -> Problem:
 
 
 def stratified(a: np.ndarray, size: int, seed: int, team: Team) -> np.ndarray:
-    """Sorted row numbers of this process, one from each of `size` equal slices of the whole pool's mass that lies in
-    its shard; repeats are likely. The same rows of the pool however it is divided."""
+    """Return sorted row numbers of this process: one row from each of `size` equal slices of the whole pool's mass, as
+    far as they are in its shard; repeats are likely. The same rows of the pool however it is divided."""
     generator = np.random.Generator(np.random.PCG64([seed, 0x5AB5A3]))
     masses = np.concatenate(team.gather(block_sums(a, np.ones_like(a))))
     edges = np.cumsum(masses)
@@ -388,7 +392,7 @@ def stratified(a: np.ndarray, size: int, seed: int, team: Team) -> np.ndarray:
 
 
 def _mixed(tried: list[tuple[Tensor, Tensor]], b: Tensor) -> Tensor:
-    """Anderson's combination of the images G(g_k): weights that sum to 1 and make Σ α_k (G(g_k) − g_k) smallest.
+    """Return Anderson's combination of the images G(g_k): weights that sum to 1 and minimise Σ α_k (G(g_k) − g_k).
 
     The subsample errs in the same few slow modes at every correction; the combination learns them.
     """

@@ -1,7 +1,7 @@
-"""What is transported: checked inputs, centred targets, and the exact mean cost in one read of the pool.
+"""Transport problem: checked inputs, centred targets, and the exact mean cost in one read of the pool.
 
 Cosine cost is half the squared Euclidean cost between rows of length one: rows are scaled as they are read, everything
-downstream works on squared distances, and `unit` turns the answer back into cosine costs.
+downstream uses squared distances, and `unit` converts the result back to cosine costs.
 """
 
 from __future__ import annotations
@@ -29,34 +29,36 @@ _TYPES = {2: torch.float16, 4: torch.float32, 8: torch.float64}
 Progress = Callable[[str, int, int], None]
 """Called as `progress(stage, done, total)` while rows are read."""
 _READ_BYTES = 4 << 20
-"""Bytes of float64 rows read at a time: near the cache while they are checked and summed, and so many that threads
-seldom meet at the interpreter."""
+"""Bytes of float64 rows read at a time: small enough for the cache while they are checked and summed, large enough that
+threads seldom contend for the interpreter."""
 
 
 class Scratch(threading.local):
-    """Buffers of the calling thread, used again for every tile: fresh memory costs a page fault for each of its pages.
-    In torch's memory, which is aligned: the order of BLAS' sums, and so their last bits, depend on the address.
+    """Buffers of the calling thread, reused for every tile: fresh memory costs a page fault for each of its pages.
+
+    Allocated by torch, which aligns them: the order of BLAS' sums, and so their last bits, depend on the address.
     """
 
     def __init__(self) -> None:
         self._kept: dict[torch.dtype, Tensor] = {}
 
     def rows(self, n: int, d: int, dtype: torch.dtype) -> Tensor:
-        """(n, d), this thread's until its next call for this type; what it holds is left over."""
+        """Return an uninitialised (n, d) buffer, valid until this thread's next call for this dtype."""
         kept = self._kept.get(dtype)
         if kept is None or len(kept) < n or kept.shape[1] != d:
             kept = self._kept[dtype] = torch.empty(n, d, dtype=dtype)
         return kept[:n]
 
     def read(self, x: Any, low: int, high: int) -> Tensor:
-        """Rows [low, high) of x in their own type where torch knows it, else float64."""
+        """Read rows [low, high) of x in their own dtype if torch supports it, else float64."""
         array = np.asarray(x[low:high])
         out = self.rows(len(array), array.shape[1], _own_type(array))
         out.numpy()[...] = array
         return out
 
     def widened(self, rows: Tensor) -> Tensor:
-        """`rows` as float64. Halves in two steps: a vector instruction each, where one step has none."""
+        """Convert `rows` to float64. float16 takes two steps: a vector instruction each, while the direct one has
+        none."""
         for dtype in (torch.float32, torch.float64):
             if rows.dtype.itemsize < dtype.itemsize:
                 rows = self.rows(len(rows), rows.shape[1], dtype).copy_(rows)
@@ -67,11 +69,11 @@ class Scratch(threading.local):
 class Problem:
     """One transport problem, N pool rows by M target rows.
 
-    `x` is anything with `shape` and row slices (an array, a memory map); it is read in chunks and never copied
-    whole. `y` (M, d) float64 is already centred: `centre` (d,) must be subtracted from every chunk of `x`. The squared
-    Euclidean cost does not see the shift, and dot products of centred rows do not cancel. `scale` (N,) float64 is what
-    rows are multiplied by before that (1/|x_i| for cosine), None for 1; `unit` × squared distance = cost. In a team
-    `x`, `a`, `x_squared` and `scale` are this process's shard, and `a` sums to the shard's part of the mass.
+    `x` is anything with `shape` and row slices (an array, a memory map); it is read in chunks and never copied whole.
+    `y` (M, d) float64 is already centred: `centre` (d,) must be subtracted from every chunk of `x`. The shift does not
+    affect the squared Euclidean cost, and dot products of centred rows do not cancel. `scale` (N,) float64 multiplies
+    rows before that (1/|x_i| for cosine), None for 1; `unit` × squared distance = cost. In a team `x`, `a`, `x_squared`
+    and `scale` are this process's shard, and `a` sums to the shard's part of the mass.
     """
 
     x: Any
@@ -90,7 +92,7 @@ class Problem:
     total: int = 0
     """Pool rows of all processes."""
     exchanged: bool = False
-    """Whether the rows are the target's and the columns the pool's."""
+    """True if the rows are the target's and the columns the pool's."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -142,7 +144,7 @@ def pose(
         rows_part = team.dot(weights, checked.x_squared)
         mean = team.fold(sums).numpy() / mass
         y_squared = np.einsum("ij,ij->i", checked.y, checked.y)
-        shift = checked.b @ checked.y  # what rounding the centre left over
+        shift = checked.b @ checked.y  # remainder from rounding the centre
         mean_cost = float(rows_part + checked.b @ y_squared - 2.0 * (shift @ mean))
     no_overflow(mean_cost)
     return replace(checked, a=weights, mean_cost=max(mean_cost, 0.0), mean=mean, team=team, total=total)
@@ -158,8 +160,10 @@ def _read(
     cosine: bool,
     team: Team,
 ) -> tuple[Problem, Tree]:
-    """This process's part of `pose`: weights not yet scaled to sum 1, `mean` and `mean_cost` not yet known; and the
-    sums of its rows, times their weights."""
+    """Do this process's part of `pose`; return the Problem and the sums of its rows times their weights.
+
+    Weights are not yet scaled to sum 1; `mean` and `mean_cost` are not yet set.
+    """
     target = np.asarray(feature_matrix(y, "target"), dtype=np.float64)
     same_width(x, target)
     finite_rows(target, "target", 0)
@@ -175,7 +179,7 @@ def _read(
 
     centre = target_weights @ target
     if x.dtype.kind == "f" and x.dtype != np.float64:
-        # A centre that the pool's own type can hold is subtracted from both sides without a rounding of its own.
+        # Rounded to float32, the centre is subtracted from both sides without another rounding.
         centre = centre.astype(np.float32).astype(np.float64)
     target = target - centre
     x_squared = np.empty(n)
@@ -206,7 +210,7 @@ def _read(
 
 
 def native(rows: Any) -> Tensor:
-    """A tensor of its own with these rows, aligned, in their own type where torch knows it, else float64."""
+    """Copy the rows to a new aligned tensor, in their own dtype if torch supports it, else float64."""
     array = np.asarray(rows)
     own = torch.empty(array.shape, dtype=_own_type(array))
     own.numpy()[...] = array
@@ -219,7 +223,7 @@ def _own_type(array: np.ndarray) -> torch.dtype:
 
 
 def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
-    """(n,) norms, none of them zero."""
+    """Return (n,) norms; raise BadRow if one is zero."""
     found = np.sqrt(np.einsum("ij,ij->i", rows, rows))
     if not (found > 0).all() or not np.isfinite(found).all():
         row = int(np.flatnonzero(~((found > 0) & np.isfinite(found)))[0])
@@ -230,7 +234,8 @@ def _lengths(rows: np.ndarray, side: str, offset: int) -> np.ndarray:
 
 def finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
     """Raise BadRow naming the first row of `rows` that holds a NaN or an infinity."""
-    # One sum is enough to clear the usual case: it is finite unless some entry is not (or it overflows: then look).
+    # One sum clears the usual case: it is finite unless some entry is not, or it overflows, which the slow check sorts
+    # out.
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(rows.sum()):
             return
@@ -240,19 +245,19 @@ def finite_rows(rows: np.ndarray, side: str, offset: int) -> None:
 
 
 def _not_finite(rows: np.ndarray) -> np.ndarray:
-    """(n,) bool: rows (n, d) with a NaN or an infinity."""
+    """Return (n,) bool: rows (n, d) with a NaN or an infinity."""
     return np.asarray(~np.isfinite(rows).all(axis=1))
 
 
 def _without_length(rows: np.ndarray) -> np.ndarray:
-    """(n,) bool: rows (n, d) of length 0, or too long for a float64."""
+    """Return (n,) bool: rows (n, d) of length 0, or too long for a float64."""
     wide = np.asarray(rows, dtype=np.float64)
     found = np.sqrt(np.einsum("ij,ij->i", wide, wide))
     return np.asarray(~((found > 0) & np.isfinite(found)))
 
 
 def _weights(value: ArrayLike | None, count: int, side: str, *, empty: bool = False) -> np.ndarray:
-    """Checked weights, not yet scaled to sum 1; `empty`: none need be positive (another process may have some)."""
+    """Check weights without scaling them to sum 1; `empty`: none need be positive (another process may have some)."""
     if value is None:
         return np.ones(count)
     weights = real_weights(value, side)

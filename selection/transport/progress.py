@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 ITERATIONS = "transport iterations"
-"""The stage that counts iterations of at most so many; all others count rows."""
+"""Name of the stage that counts iterations, up to their maximum; all others count rows."""
 
 
 class Eta:
-    """A `progress` callable for the solver: says where a stage stands, how fast it goes and when it will be done.
+    """`progress` callable for the solver: prints each stage's position, rate and time left.
 
-    show: takes one line. every_s: seconds between lines of a stage (its end is always told). clock: seconds.
+    show: called with one line. every_s: seconds between lines of a stage (its end is always shown). clock: seconds.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Eta:
     def __call__(self, stage: str, done: int, total: int) -> None:
         now = self._clock()
         if stage != self._stage:
-            # The first call comes after the first rows, whose time is unknown: rates count from there.
+            # The first call comes after the first rows, whose time is unknown: rates are measured from there.
             self._stage, self._began, self._told, self._offset = stage, now, now, done
             if done < total:
                 return

@@ -1,9 +1,9 @@
-"""The processes that share a pool: each holds a shard of its rows, all hold the same target.
+"""Processes that share a pool: each holds a shard of its rows, all hold the same target.
 
-What travels: sums of M numbers, scalars, the subsample's rows once and to the first member only, which solves it for
-all, and messages of refusal. With no group every method is the identity. Without torch.distributed the class is the
-same with one member. Where every member but the last holds whole blocks of rows
-(`flatshift.selection.transport.blocks`), no sum depends on how many members there are, to the bit.
+Communicated are sums of M numbers, scalars, the subsample's rows once and only to the first member, which solves it for
+all, and error messages. Without a group every method is the identity; without torch.distributed the class behaves as a
+team of one. If every member but the last holds whole blocks of rows (`flatshift.selection.transport.blocks`), no sum
+depends on the number of members, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flatshift.selection.errors import BadRow, SelectionError, TooLittleMemory
 from flatshift.selection.transport.blocks import BLOCK, Tree, block_sums
 
 _GRID = 4096
-"""Places of a threshold that are counted at a time."""
+"""Grid points of a threshold that are counted at a time."""
 
 
 class Team:
-    """`group`: a torch.distributed process group, None for one process alone. Rows are ordered by rank."""
+    """`group`: a torch.distributed process group, None for a single process. Rows are ordered by rank."""
 
     def __init__(self, group: Any = None):
         self.group = group
@@ -37,8 +37,8 @@ class Team:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def over(self, count: int) -> Self:
-        """The team with what each member's `count` rows make of it: the numbers of this one's `first_row` and
-        `first_block`, and `rows_of_all`."""
+        """Return the team for each member's `count` rows: with this member's `first_row` and `first_block`, and
+        `rows_of_all`."""
         counts = self.gather(count)
         team = type(self)(self.group)
         team.first_row = sum(counts[: self.rank])
@@ -47,7 +47,7 @@ class Team:
         return team
 
     def fold(self, tree: Tree) -> Tensor:
-        """The sum of every member's blocks."""
+        """Return the sum of every member's blocks."""
         if self.size == 1:
             return tree.total()
         device = tree.nodes[0][2].device
@@ -56,11 +56,11 @@ class Team:
         return Tree(nodes).total().to(device)
 
     def dot(self, values: np.ndarray, factors: np.ndarray) -> float:
-        """Σ values·factors over every member's two arrays (n_r,) float64."""
+        """Return Σ values·factors over every member's two arrays (n_r,) float64."""
         return math.fsum(np.concatenate(self.gather(block_sums(values, factors))).tolist())
 
     def gather(self, value: Any) -> list[Any]:
-        """Every member's small object, by rank."""
+        """Return every member's small object, by rank."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist
@@ -70,11 +70,11 @@ class Team:
         return found
 
     def total(self, value: float) -> float:
-        """The sum of every member's number, added in rank order, so that all get the same bits."""
+        """Return the sum of every member's number, added in rank order, so that all get the same bits."""
         return math.fsum(self.gather(value)) if self.size > 1 else value
 
     def first(self, value: Tensor) -> Tensor:
-        """The first member's tensor: keeps members from drifting apart by roundings of their own."""
+        """Return the first member's tensor: keeps members from drifting apart by different roundings."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -84,10 +84,11 @@ class Team:
         return sent
 
     def led(self, work: Callable[[], tuple[Any, ...]], device: torch.device) -> tuple[Any, ...]:
-        """What `work` (tensors and plain values) gives on the first member, which alone does it, on every member.
+        """Run `work` on the first member only, and return its result (tensors and plain values) on every member.
 
-        The others sleep in the group's broadcast meanwhile, on gloo without a processor. device: where tensors go.
-        Raises what `work` raises on the first member, and SelectionError with its words on the others.
+        The others meanwhile sleep in the group's broadcast, with gloo without using a processor. device: for the
+        tensors.
+        Raises the exception of `work` on the first member, and SelectionError with its message on the others.
         """
         if self.size == 1:
             return work()
@@ -98,7 +99,7 @@ class Team:
         if self.rank == 0:
             try:
                 told = [tuple(part.cpu() if isinstance(part, Tensor) else part for part in work())]
-            except Exception as error:  # of any kind: the others would wait for ever
+            except Exception as error:  # of any kind: otherwise the others would wait for ever
                 mistake, told = error, [f"process 0 of {self.size}: {error}"]
         dist.broadcast_object_list(told, src=dist.get_global_rank(self.group, 0), group=self.group)
         if mistake is not None:
@@ -108,9 +109,9 @@ class Team:
         return tuple(part.to(device) if isinstance(part, Tensor) else part for part in told[0])
 
     def rows(self, own: np.ndarray, device: torch.device) -> np.ndarray | None:
-        """Every member's array (n_r, …), stacked by rank, on the first member; None on the others.
+        """Return every member's array (n_r, …), stacked by rank, on the first member; None on the others.
 
-        device: where the group's backend can send from.
+        device: one that the group's backend can send from.
         """
         if self.size == 1:
             return own
@@ -129,10 +130,10 @@ class Team:
         return np.concatenate(parts).view(own.dtype).reshape(-1, *own.shape[1:])
 
     def agree(self, error: SelectionError | OSError | None) -> None:
-        """Raise on every member what the first member that has an error found wrong; else nothing happens.
+        """Raise on every member the error of the first member that has one; no-op if none has.
 
-        A process alone raises `error` itself; so does a team where it names its place itself (BadRow,
-        TooLittleMemory), else a SelectionError, or an OSError with the number of the first.
+        A single process raises `error` itself; so does a team for errors that include their place (BadRow,
+        TooLittleMemory); for others, a SelectionError, or an OSError with the first member's errno.
         """
         if self.size == 1:
             if error is not None:
@@ -152,7 +153,7 @@ class Team:
                 raise SelectionError(message) if found[1] is None else OSError(found[1], message)
 
     def same(self, what: str, *parts: Any) -> None:
-        """Raise SelectionError where members disagree about `parts` (arrays or printable settings)."""
+        """Raise SelectionError if members disagree about `parts` (arrays or printable settings)."""
         if self.size == 1:
             return
         digest = hashlib.sha256()
@@ -162,7 +163,7 @@ class Team:
             raise SelectionError(f"the processes differ in {what}; give every process the same")
 
     def smallest(self, *asked: tuple[Tensor, int]) -> list[float]:
-        """For each (values, k) the k-th smallest (from 1) of all members' values: the largest score that a top-k
+        """Return for each (values, k) the k-th smallest (from 1) of all members' values: the largest score that a top-k
         selection takes. All are found by the same messages."""
         if self.size == 1:
             return [float(np.partition(values.cpu().numpy(), k - 1)[k - 1]) for values, k in asked]
@@ -173,7 +174,7 @@ class Team:
         ends = self.gather([(float(own[0]), float(own[-1])) for own in owns])
         lows = [np.nextafter(min(end[i][0] for end in ends), -np.inf) for i in range(len(asked))]
         highs = [max(end[i][1] for end in ends) for i in range(len(asked))]
-        # At most low fewer than k values lie, at most high k or more: _GRID times nearer with every message.
+        # Fewer than k values are at most low, k or more are at most high: every message narrows the gap by _GRID.
         while any(np.nextafter(low, np.inf) < high for low, high in zip(lows, highs, strict=True)):
             grids = [
                 np.linspace(low, high, _GRID + 2)[1:-1].clip(np.nextafter(low, np.inf), np.nextafter(high, -np.inf))

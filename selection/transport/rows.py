@@ -1,11 +1,11 @@
-"""Where tiles of −cost come from: a GEMM over streamed rows, or a matrix already in memory.
+"""Sources of tiles of −cost: a GEMM over streamed rows, or a matrix already in memory.
 
 Both give, for rows [low, high), the tile
 
     S_ij = (2 x_i·y_j − |y_j|² + g_j)/ε + log b_j  =  (|x_i|² − c_ij + g_j)/ε + log b_j,
 
-so that  f_i = |x_i|² − ε log Σ_j exp(S_ij)  and softmax_j(S_i) is row i of the transport plan over a_i. Tiles hold
-S/ln 2: exp2 costs a quarter of exp on CPUs, and the factor is folded into what the GEMM multiplies by.
+so that  f_i = |x_i|² − ε log Σ_j exp(S_ij)  and softmax_j(S_i) is row i of the transport plan over a_i. Tiles hold S/ln
+2: exp2 costs a quarter of exp on CPUs, and the factor is folded into the GEMM's operand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PER_LN2 = 1.0 / math.log(2.0)
 
 
 class TileSource(Protocol):
-    """A source of tiles; `a` (n,) and `squared` (n,) float64 are the rows' weights and squared norms, `b` (M,) the
+    """Source of tiles; `a` (n,) and `squared` (n,) float64 are the rows' weights and squared norms, `b` (M,) the
     targets' weights; all on `device`."""
 
     a: Tensor
@@ -36,18 +36,18 @@ class TileSource(Protocol):
     device: torch.device
 
     def prepare(self, g: Tensor, epsilon: float) -> None:
-        """Fix g (M,) float64 and ε for the tiles to come."""
+        """Set g (M,) float64 and ε for the following tiles."""
 
     def tile(self, low: int, high: int, out: Tensor, shift: Tensor | None = None) -> None:
-        """Write S/ln 2 for rows [low, high) into `out` (high − low, M), less `shift` (high − low,) where given."""
+        """Write S/ln 2 for rows [low, high) into `out` (high − low, M), minus `shift` (high − low,) if given."""
 
 
 class StreamedRows:
-    """Tiles by one GEMM each, from rows read on demand. Memory: one chunk a thread, into which half-width rows are
-    widened on the device that multiplies them.
+    """Tiles by one GEMM each, from rows read on demand. Memory: one chunk per thread, into which half-width rows are
+    converted on the device that multiplies them.
 
-    A chunk has two columns more than the rows, a one and −shift: so the bias of a target and the shift of a row are
-    part of the GEMM, where a sweep over the tile would cost a fiftieth of it each.
+    A chunk has two additional columns, a one and −shift: so the bias of a target and the shift of a row are part of the
+    GEMM, while a pass over the tile would cost a fiftieth of it each.
     """
 
     def __init__(self, problem: Problem, dtype: torch.dtype, device: torch.device | None = None):
@@ -61,7 +61,7 @@ class StreamedRows:
         self._y = self._here(problem.y)
         self._y_squared = (self._y * self._y).sum(1)
         self._log_b = self.b.log()
-        # Subtract in the wider of the two types: a float64 pool far from the origin must not be rounded first.
+        # Subtract in the wider of the two dtypes: a float64 pool far from the origin must not be rounded first.
         wide = self.x.dtype.kind in "iu" or self.x.dtype.itemsize > 4
         self._read_type = torch.float64 if wide else dtype
         self._centre = self._here(problem.centre).to(self._read_type)
@@ -73,7 +73,8 @@ class StreamedRows:
         return torch.from_numpy(array).to(self.device)
 
     def _left(self, low: int, high: int, shift: Tensor | None) -> Tensor:
-        """[centred rows, 1] or [centred rows, 1, −shift] in the working type, this thread's until its next call."""
+        """Return [centred rows, 1] or [centred rows, 1, −shift] in the working dtype, valid until this thread's next
+        call."""
         d = len(self._centre)
         buffer: Tensor | None = getattr(self._buffers, "rows", None)
         if buffer is None or len(buffer) < high - low:
@@ -92,8 +93,8 @@ class StreamedRows:
         return left
 
     def gather(self, index: np.ndarray, weights: np.ndarray | None = None) -> StreamedRows | None:
-        """The rows `index` (this process's, sorted, repeats allowed) of every process, read into the memory of the
-        first one in their own type; None on the others. weights: one for each, None for equal ones."""
+        """Gather the rows `index` (this process's, sorted, repeats allowed) of every process in the memory of the first
+        one, in their own dtype; return None on the others. weights: one for each, None for equal ones."""
         problem, team = self.problem, self.problem.team
         raw = team.rows(native(self.x[index]).numpy(), self.device)
         scale = None if problem.scale is None else team.rows(problem.scale[index], self.device)
@@ -114,7 +115,7 @@ class StreamedRows:
         return StreamedRows(part, self.dtype, self.device)
 
     def thinned(self, stride: int) -> StreamedRows:
-        """Every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
+        """Return every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
         problem = self.problem
         a = problem.a[::stride]
         part = replace(
@@ -128,7 +129,7 @@ class StreamedRows:
         return StreamedRows(part, self.dtype, self.device)
 
     def dense(self) -> DenseRows:
-        """All rows' dot products, held in memory; computed from one chunk of rows after the other."""
+        """Compute all rows' dot products into memory, one chunk of rows after the other."""
         n, m = len(self.a), len(self.b)
         affinity = torch.empty(n, m, dtype=self.dtype, device=self.device)
         right = torch.cat([2.0 * self._y.T, -self._y_squared.unsqueeze(0)]).to(self.dtype)
@@ -150,7 +151,7 @@ class StreamedRows:
 
 
 class DenseRows:
-    """Tiles from a stored matrix D_ij = 2 x_i·y_j − |y_j|² (n, M): what a changing ε or many iterations want."""
+    """Tiles from a stored matrix D_ij = 2 x_i·y_j − |y_j|² (n, M): for a changing ε or many iterations."""
 
     def __init__(self, affinity: Tensor, a: Tensor, b: Tensor, squared: Tensor):
         self.affinity = affinity
@@ -171,6 +172,6 @@ class DenseRows:
             out.sub_(shift.unsqueeze(1))
 
     def thinned(self, stride: int) -> DenseRows:
-        """Every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
+        """Return every `stride`-th row, on the same memory; the weights are scaled to sum 1 again."""
         a = self.a[::stride]
         return DenseRows(self.affinity[::stride], a / a.sum(), self.b, self.squared[::stride])

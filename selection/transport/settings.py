@@ -1,6 +1,5 @@
-"""What every way of solving shares: its settings, what it hands back, the descent along falling ε, and whether the
-selection has settled (overlap@k measured between two answers, or estimated from the next correction).
-"""
+"""Shared parts of all solvers: settings, result, the descent along falling ε, and the convergence of the selection
+(overlap@k measured between two answers, or estimated from the next correction)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,8 @@ from flatshift.selection.transport.ranks import Team
 
 
 def measured(first: Tensor, second: Tensor, k: int, team: Team) -> float:
-    """|TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as taken."""
+    """Return |TopK(first) ∩ TopK(second)| / k over all rows of the team; rows that tie at a threshold count as
+    taken."""
     limits = team.smallest((first, k), (second, k))
     both = float(((first <= limits[0]) & (second <= limits[1])).sum())
     return min(1.0, team.total(both) / k)
@@ -28,7 +28,7 @@ def measured(first: Tensor, second: Tensor, k: int, team: Team) -> float:
 
 @dataclass(frozen=True)
 class Threshold:
-    """Where the k smallest of `rows` potentials end, τ, and their density there, from the ranks k/2 and 3k/2."""
+    """Threshold τ of the k smallest of `rows` potentials, and the density there, from the ranks k/2 and 3k/2."""
 
     tau: float
     density: float
@@ -37,7 +37,8 @@ class Threshold:
 
 
 def threshold(f: Tensor, k: int, team: Team) -> Threshold | None:
-    """Of f (N,), over all rows of the team; None where all rows are taken, or those near it are equal."""
+    """Compute the threshold of f (N,), over all rows of the team; None if all rows are taken, or those near it are
+    equal."""
     total = int(team.total(len(f)))
     if k >= total:
         return None
@@ -48,10 +49,11 @@ def threshold(f: Tensor, k: int, team: Team) -> Threshold | None:
 
 
 def estimated(end: Threshold | None, sample: Tensor, moved: Tensor) -> float:
-    """overlap@k of f, whose threshold is `end`, with what f would become: 1 − h·E|δ|/(2q) (gotd.md §5.7).
+    """Estimate overlap@k of f, whose threshold is `end`, with f after the next correction: 1 − h·E|δ|/(2q) (gotd.md
+    §5.7).
 
-    sample, moved (n,): the potential on a subsample, as it is and after the next correction. h: density of f at the
-    threshold; δ: change of rows near it less their mean change; q = k/N.
+    sample, moved (n,): the potential on a subsample, before and after the next correction. h: density of f at the
+    threshold; δ: change of rows near it minus their mean change; q = k/N.
     """
     if end is None or len(sample) < 2:
         return 1.0
@@ -66,8 +68,8 @@ def estimated(end: Threshold | None, sample: Tensor, moved: Tensor) -> float:
 class SolverSettings:
     """Checked settings of one solve. epsilon: absolute, for squared distances; relative: as the user gave it.
 
-    overlap: share of the `top` best rows that two successive answers must have in common, None for no such demand.
-    state: directory of a resumable solve, None for none. held_bytes: of memory_bytes, what the caller itself holds.
+    overlap: share of the `top` best rows that two successive answers must have in common, None for no requirement.
+    state: directory of a resumable solve, None for none. held_bytes: part of memory_bytes that the caller itself holds.
     """
 
     epsilon: float
@@ -91,14 +93,18 @@ class SolverSettings:
         return self.memory_bytes - self.held_bytes
 
     def newton_columns(self, free: float) -> int:
-        """Targets up to which Newton steps fit in `free` bytes: they hold some six M×M matrices of float64."""
+        """Return the number of targets up to which Newton steps fit in `free` bytes: some six M×M matrices of
+        float64."""
         return min(NEWTON_MAX_COLUMNS, math.isqrt(max(0, int(free)) // 48))
 
 
 @dataclass(frozen=True)
 class Solved:
-    """`at`: the answer's exact evaluation, `nearest` in it where asked for. overlap: measured between the last two
-    answers; estimate: with the converged selection, as predicted (gotd.md §5.7); resumed: passes read from `state`."""
+    """Result of a solver.
+
+    `at`: the answer's exact evaluation, with `nearest` if requested. overlap: measured between the last two answers;
+    estimate: with the converged selection, as predicted (gotd.md §5.7); resumed: passes read from `state`.
+    """
 
     at: Evaluation
     iterations: int
@@ -110,7 +116,7 @@ class Solved:
     resumed: int = 0
 
     def satisfies(self, settings: SolverSettings) -> bool:
-        """Whether both demands, on the marginal error and on the overlap, are met."""
+        """True if the requirements on the marginal error and on the overlap are met."""
         enough = settings.overlap is None or (self.overlap is not None and self.overlap >= settings.overlap)
         return self.at.error <= settings.tolerance and enough
 
@@ -123,9 +129,10 @@ def descend(
     start: Tensor | None = None,
     inverse: Tensor | None = None,
 ) -> tuple[Evaluation, int]:
-    """Solve at a falling ε (each stage roughly, from the last one's g), then at the real one; also the iterations.
+    """Solve at a falling ε (each stage roughly, from the last one's g), then at the real one; also return the
+    iterations.
 
-    start: a g that is near enough to begin with the real ε. inverse: as in `solve_dense`.
+    start: a g near enough to begin with the real ε. inverse: as in `solve_dense`.
     """
     b = kernel.rows.b
     g: Tensor = torch.zeros_like(b) if start is None else start
@@ -153,7 +160,8 @@ def descend(
 
 
 def _told(settings: SolverSettings, before: int) -> Callable[[int], None] | None:
-    """Progress of iterations that follow `before` others, of as many as there may be: with a tiny ε they are many."""
+    """Return a progress callback for iterations that follow `before` others; the total is the maximum, as a tiny ε
+    takes many."""
     told = settings.progress
     if told is None:
         return None
@@ -162,7 +170,7 @@ def _told(settings: SolverSettings, before: int) -> Callable[[int], None] | None
 
 
 def _schedule(relative: float) -> list[float]:
-    """Falling ε before the real one: from 0.05 by thirds, none when the real one is near enough."""
+    """Return the falling values of ε before the real one: from 0.05 by thirds, none if the real one is near enough."""
     stages = []
     current = 0.05
     while current > 1.5 * relative:
@@ -172,9 +180,11 @@ def _schedule(relative: float) -> list[float]:
 
 
 def free_bytes(problem: Problem, settings: SolverSettings) -> float:
-    """What is left of the cap beside the vectors of N: potentials of two answers, norms, weights, scores, sorting.
+    """Return the memory limit minus the vectors of length N: potentials of two answers, norms, weights, scores,
+    sorting.
 
-    In a group these are not counted: what is left decides the subsample, which no number of processes may change.
+    In a group these are not counted: the rest determines the subsample, which must not depend on the number of
+    processes.
     """
     if problem.team.group is not None:
         return settings.allowance

@@ -6,8 +6,8 @@ The problem (gradient form of GOT-D, arXiv 2405.02774, with the solver of arXiv 
     f_g(x) = −ε log Σ_j b_j exp((g_j − c(x, y_j))/ε) ,     ε = epsilon × Σ_ij a_i b_j c(x_i, y_j) ,
 
 c(x, y) = |x − y|² or 1 − cos(x, y). Only the M numbers g are unknown, whatever the size of the pool. Up to N·M = 1e7
-the cost is held in float64, and the smaller side solved for (`solve_exact`); beyond, a subsample and a few passes over
-the pool find it (`large`).
+the cost is stored in float64, and the problem is solved for the smaller side (`solve_exact`); beyond, a subsample and a
+few passes over the pool are used (`large`).
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ from flatshift.selection.transport.settings import Solved, SolverSettings, desce
 from flatshift.selection.validation import checked_chunk, is_real
 
 EXACT_PAIRS = 10_000_000
-"""N·M up to which the cost is held in float64 and the default tolerance is 1e-9 (above: 1e-3)."""
+"""N·M up to which the cost is stored in float64 and the default tolerance is 1e-9 (above: 1e-3)."""
 
 
 @dataclass(frozen=True)
 class Potentials:
-    """The solution.
+    """Solution of `sinkhorn_potentials`.
 
     f: (N,) float64, potential of the pool in units of cost: ∂OT_ε/∂a_i up to a constant, without an ε log a_i term.
-    g: (M,) float64, potential of the target, Σ b_j g_j = 0. Large where the pool serves the target badly.
+    g: (M,) float64, potential of the target, Σ b_j g_j = 0. Large if the pool covers the target badly.
     scores: (N,) float64, s_i = f_i − Σ_j a_j f_j, the calibrated gradient: negative helps, smaller is better.
-    nearest: (N,) int64, the target that receives most of each pool row's mass; None unless asked for.
+    nearest: (N,) int64, the target that receives most of each pool row's mass; None unless requested.
     marginal_error: L1 deviation of the plan's target marginal from b; the pool marginal is exact.
     dual_value: OT_ε itself at convergence. epsilon: absolute, in units of cost. mean_cost: exact weighted mean cost.
-    tolerance: what was asked for; converged: whether it, and the overlap where one was asked for, was reached.
+    tolerance: as requested; converged: True if it, and the overlap if one was required, was reached.
     iterations: dense iterations (of the whole problem, or of its subsample). passes: full passes over the pool.
     method: "exact" (float64 cost in memory), "cached" or "streamed". dtype: of the tiles. cost: as given.
-    budget: rows that overlaps are about. overlap: share of the `budget` smallest scores that the last two answers have
-    in common (None where there was one answer only, or none was asked for and the rows are in memory).
+    budget: number of rows for the overlaps. overlap: share of the `budget` smallest scores that the last two answers
+    have in common (None if there was only one answer, or none was required and the rows are in memory).
     overlap_estimate: the same with the converged selection, as predicted from the next correction (streamed only).
-    resumed: passes that were taken over from `state`.
+    resumed: passes loaded from `state`.
+
     In a group f, scores and nearest are this process's rows; all else is the whole pool's.
     """
 
@@ -77,7 +78,7 @@ class Potentials:
     resumed: int = 0
 
     def diagnostics(self) -> dict[str, Any]:
-        """The scalars, ready for a manifest."""
+        """Return the scalars, ready for a manifest."""
         arrays = ("f", "g", "scores", "nearest")
         return {name: value for name, value in self.__dict__.items() if name not in arrays}
 
@@ -106,26 +107,26 @@ def sinkhorn_potentials(
     device: str | torch.device = "cpu",
     group: Any = None,
 ) -> Potentials:
-    """Potentials of OT_ε between pool rows x (N, d) and target rows y (M, d), on features as given.
+    """Compute the potentials of OT_ε between pool rows x (N, d) and target rows y (M, d), on features as given.
 
-    x: array or memory map, read in chunks. a (N,), b (M,): weights, uniform by default, normalised to sum 1; a_i may
-    be 0 (scored, but no part of the distribution). epsilon: multiple of the exact weighted mean cost. tolerance: L1
-    error of the target marginal; None is 1e-9 up to N·M = 1e7 and 1e-3 above. seed: of the subsample of large pools.
-    nearest: also find each row's main target. max_iterations, max_passes: when either is used up before the
-    tolerance, a ConvergenceWarning is given and `converged` is False. memory_bytes: what the solver may hold beside the
-    pool, its answer included, less held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache;
-    the answer does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
-    progress: called as (stage, done, total); `flatshift.selection.transport.Eta` makes lines with the time left of it.
+    x: array or memory map, read in chunks. a (N,), b (M,): weights, uniform by default, normalised to sum 1; a_i may be
+    0 (scored, but not part of the distribution). epsilon: multiple of the exact weighted mean cost. tolerance: L1 error
+    of the target marginal; None is 1e-9 up to N·M = 1e7 and 1e-3 above. seed: of the subsample of large pools.
+    nearest: also find each row's main target. max_iterations, max_passes: when either is used up before the tolerance,
+    a ConvergenceWarning is given and `converged` is False. memory_bytes: limit for the solver in addition to the pool,
+    its result included, minus held_bytes, which the caller holds. chunk: rows per tile (None: chosen for cache; the
+    result does not depend on it). method: None chooses by size; "exact", "cached" and "streamed" force one.
+    progress: called as (stage, done, total); `flatshift.selection.transport.Eta` prints it as lines with the time left.
     cost: "sqeuclidean" or "cosine" (1 − cos).
 
-    overlap: also go on until two successive answers share this part of the `budget` best rows (None: 5 % of the pool);
-    with a large tolerance it decides alone. state: directory in which a solve that streams leaves what it needs to go
-    on after a kill (`flatshift.selection.transport.state`); unless method is "streamed", problems that fit into memory
-    leave none, nor do those with more targets than rows. device: "cpu" or "cuda…", where tiles are computed. group: a
+    overlap: also continue until two successive answers share this part of the `budget` best rows (None: 5 % of the
+    pool); with a large tolerance it decides alone. state: directory in which a streaming solve saves its state for
+    resuming after a kill (`flatshift.selection.transport.state`); unless method is "streamed", problems that fit into
+    memory save none, nor do those with more targets than rows. device: "cpu" or "cuda…", for computing tiles. group: a
     torch.distributed group; then x and a are this process's shard of the pool (shards follow one another by rank), y, b
-    and all settings are the same everywhere, and rows are streamed. Where shards are whole blocks of
-    `flatshift.selection.transport.blocks` and torch has one thread everywhere, the answer's bits are those of one
-    process with a group of its own, whatever the number of processes; memory_bytes then excludes some 56 bytes a row.
+    and all settings are the same everywhere, and rows are streamed. If shards are whole blocks of
+    `flatshift.selection.transport.blocks` and torch has one thread everywhere, the result is bit for bit that of one
+    process in a group by itself, whatever the number of processes; memory_bytes then excludes some 56 bytes a row.
 
     Raises SelectionError on shapes that do not match, empty or non-finite input, and settings out of range.
     """
@@ -133,7 +134,7 @@ def sinkhorn_potentials(
     where = _check(
         epsilon, tolerance, chunk, method, cost, overlap, limits, memory_bytes, held_bytes, device, state, group
     )
-    # NumPy's own small floats would round all that they are multiplied with.
+    # NumPy's narrow floats would lower the precision of everything they multiply.
     epsilon, tolerance = float(epsilon), tolerance if tolerance is None else float(tolerance)
     team = Team(group)
     with torch.inference_mode():
@@ -191,7 +192,7 @@ def _check(
     state: Any,
     group: Any,
 ) -> torch.device:
-    """The device; raises SelectionError for settings out of range, alone or together."""
+    """Return the device; raise SelectionError for settings out of range, alone or together."""
     if not (is_real(epsilon) and epsilon > 0):
         raise SelectionError(f"epsilon must be a positive number (a multiple of the mean cost), not {epsilon!r}")
     if tolerance is not None and not (is_real(tolerance) and 0 < tolerance < 2):
@@ -227,7 +228,7 @@ def _check(
 
 
 def _missing_cuda() -> str:
-    """Why a CUDA device that was asked for is not there, in a clause."""
+    """Return the reason why a requested CUDA device is unavailable, as a clause."""
     there = torch.cuda.device_count()
     if there:
         return f"only {there} CUDA devices are at hand" if there > 1 else "only cuda:0 is at hand"
@@ -240,7 +241,7 @@ def _missing_cuda() -> str:
 
 
 def _solve(problem: Problem, settings: SolverSettings, method: str | None, nearest: bool) -> Solved:
-    """By the method asked for, or the one that suits size, memory and company. Solved for the smaller side."""
+    """Solve by the given method, or choose one by size, memory and group; for the smaller side."""
     n, m = problem.shape
     alone = problem.team.group is None
     if method is None and alone and n * m <= EXACT_PAIRS and exact_bytes(n, m) <= settings.allowance:
@@ -248,10 +249,10 @@ def _solve(problem: Problem, settings: SolverSettings, method: str | None, neare
     if method == "exact":
         return solve_exact(problem, settings, nearest)
     dtype = precision(problem, settings)
-    # Where no method is forced, only a solve that streams the pool's own rows leaves a state: the others are short.
+    # Unless a method is forced, only a solve that streams the pool's own rows saves a state: the others are short.
     keep = alone and (settings.state is None or method is None)
     stateless = replace(settings, state=None)
-    # Answers to compare are about the pool's own rows.
+    # Answers are compared on the pool's own rows.
     if m > n and keep and settings.overlap is None:
         other = exchanged(problem)
         held = method == "cached" or (method is None and cached_fits(other, settings, dtype))
@@ -267,7 +268,7 @@ def _solve(problem: Problem, settings: SolverSettings, method: str | None, neare
 
 
 def _potentials(problem: Problem, settings: SolverSettings, solved: Solved) -> Potentials:
-    """In units of the cost that was asked for, on the host."""
+    """Convert the result to units of the requested cost, on the host."""
     unit, at = problem.unit, solved.at
     f = at.f.cpu().numpy()
     if unit != 1.0:
@@ -296,7 +297,7 @@ def _potentials(problem: Problem, settings: SolverSettings, solved: Solved) -> P
 
 
 def _coincident(problem: Problem, settings: SolverSettings, nearest: bool) -> Potentials:
-    """All points of positive weight coincide with one another: every potential is 0, no sample helps."""
+    """Return the solution if all points of positive weight coincide: every potential is 0, no sample helps."""
     n, m = problem.shape
     f = problem.x_squared * problem.unit
     return Potentials(
@@ -320,12 +321,12 @@ def _coincident(problem: Problem, settings: SolverSettings, nearest: bool) -> Po
 
 
 def exact_bytes(n: int, m: int) -> int:
-    """What `solve_exact` holds beside vectors and Newton's matrices: the cost and its kernel."""
+    """Return the memory of `solve_exact` without vectors and Newton's matrices: the cost and its kernel."""
     return 16 * n * m + (8 * n * m if m > n else 0)
 
 
 def solve_exact(problem: Problem, settings: SolverSettings, nearest: bool) -> Solved:
-    """Solve to the tolerance; where an overlap is asked for, on to ten times smaller errors until it is seen."""
+    """Solve to the tolerance; if an overlap is required, continue to ten times smaller errors until it is reached."""
     n, m = problem.shape
     columns = settings.newton_columns(settings.allowance - exact_bytes(n, m))
     rows = StreamedRows(problem, torch.float64, settings.device).dense()
@@ -334,7 +335,7 @@ def solve_exact(problem: Problem, settings: SolverSettings, nearest: bool) -> So
     final = Streamed(rows, settings.epsilon, chunk=settings.chunk)
 
     def whole(at: Evaluation) -> Evaluation:
-        # Of the flipped problem g is the transform of f: with the rows' marginal exact again the error only shrinks.
+        # If flipped, g is the transform of f: with the rows' marginal exact again the error only shrinks.
         g = at.f if flipped else at.g
         return final.evaluate(g - rows.b @ g, nearest)
 
@@ -356,9 +357,9 @@ def solve_exact(problem: Problem, settings: SolverSettings, nearest: bool) -> So
 
 
 def _flip(rows: DenseRows, problem: Problem) -> DenseRows:
-    """The same problem with the sides exchanged: tiles 2 x_i·y_j − |x_i|² for target rows j over pool columns i.
+    """Exchange the sides: tiles 2 x_i·y_j − |x_i|² for target rows j over pool columns i.
 
-    Pool rows of weight 0 are left out: they do not act on the solution.
+    Pool rows of weight 0 are left out: they do not affect the solution.
     """
     index = torch.from_numpy(np.flatnonzero(problem.a)).to(rows.device)
     y_squared = torch.from_numpy((problem.y**2).sum(1)).to(rows.device)

@@ -1,9 +1,9 @@
-"""A solve that survives a kill: after every pass each process writes what the next pass needs, whole or not at all.
+"""Resumable solver state: after every pass each process atomically writes the inputs of the next pass.
 
 `DIRECTORY/pass-<p>-process-<r>.npz`, plain arrays without pickles. A file of pass p is removed only when every process
-has written p + 1, so that all can always go on from the same pass. A file belongs to one problem: it records a digest
-of the data (row norms, means, targets, weights) and every setting that the path of the solver depends on, and a solve
-of anything else refuses it.
+has written p + 1, so that all can always resume from the same pass. A file belongs to one problem: it records a digest
+of the data (row norms, means, targets, weights) and every setting that affects the solver's path, and is rejected by a
+solve of anything else.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from flatshift.selection.transport.settings import SolverSettings
 
 @dataclass
 class Standing:
-    """Between two passes. g: where the next pass evaluates, None when the solve is over. best: the best answer so far;
-    ahead: where its correction leads; length: of the step tried towards it; tried: (point, image) of past corrections;
-    origin: where the subsample's kernel was absorbed; anchor: where its Hessian was taken (with both a resumed solve
-    has the bits of an undisturbed one)."""
+    """Solver state between two passes.
+
+    g: point of the next pass, None when the solve is over. best: the best answer so far; ahead: the g of its
+    correction; length: of the step tried towards it; tried: (point, image) of past corrections; origin: g absorbed by
+    the subsample's kernel; anchor: g of its Hessian (with both, a resumed solve is bit for bit that of an undisturbed
+    one).
+    """
 
     g: Tensor | None
     passes: int = 0
@@ -47,7 +50,7 @@ class Standing:
 
 
 def identity(problem: Problem, settings: SolverSettings, **more: Any) -> dict[str, Any]:
-    """What a state must share with a solve that goes on from it."""
+    """Return the data digest and settings that a state must share with the solve that resumes from it."""
     digest = hashlib.sha256()
     for part in (problem.x_squared, problem.mean, problem.a, problem.y, problem.b, problem.centre):
         digest.update(np.ascontiguousarray(part).tobytes())
@@ -68,7 +71,7 @@ def identity(problem: Problem, settings: SolverSettings, **more: Any) -> dict[st
 
 
 class Store:
-    """The state directory of one process of the team."""
+    """State directory of one process of the team."""
 
     def __init__(self, directory: Path, problem: Problem, known: dict[str, Any]):
         self.directory, self.team, self.known = directory, problem.team, known
@@ -77,9 +80,9 @@ class Store:
         return self.directory / f"pass-{passes:04d}-process-{self.team.rank}.npz"
 
     def save(self, standing: Standing) -> None:
-        """Write atomically, then drop older passes once every process has written this one.
+        """Write atomically, then remove older passes once every process has written this one.
 
-        Raises SelectionError where it cannot, OSError where the disk is full; the pass before is kept.
+        Raises SelectionError if it cannot be written, OSError if the disk is full; the previous pass is kept.
         """
         assert standing.best is not None
         best = standing.best
@@ -121,7 +124,8 @@ class Store:
                 old.unlink(missing_ok=True)
 
     def load(self, device: torch.device) -> Standing | None:
-        """The latest pass that every process has, or None. Raises SelectionError for a state of something else."""
+        """Load the latest pass that every process has, or None. Raises SelectionError for the state of another
+        problem."""
         mine = [int(path.name.split("-")[1]) for path in self._mine()]
         shared = set.intersection(*(set(found) for found in self.team.gather(mine)))
         if not shared:

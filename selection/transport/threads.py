@@ -1,8 +1,8 @@
 """One tile per core: rows are divided among threads, each of which runs its tiles on one core.
 
-A tile is a GEMM followed by some ten short operations. Run one by one on all cores, each would end in a barrier
-where the faster cores spin; on a busy machine that costs several times the work itself. Here every core keeps its own
-tile in its own cache and meets the others once a pass.
+A tile is a GEMM followed by some ten short operations. Run one by one on all cores, each would end in a barrier where
+the faster cores spin; on a busy machine that costs several times the work itself. Here every core keeps its own tile in
+its own cache, and synchronises with the others once a pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flatshift.selection.transport.blocks import BLOCK, Node, Tree, tiles
 
 
 class Crew:
-    """As many threads as torch uses here (on CUDA one: the device is parallel by itself)."""
+    """Pool of as many threads as torch uses here (one on CUDA: the device is parallel by itself)."""
 
     def __init__(self, device: torch.device):
         self.size = torch.get_num_threads() if device.type == "cpu" else 1
@@ -31,11 +31,11 @@ class Crew:
         work: Callable[[int, int], Tensor | None],
         on_rows: Callable[[int, int], None] | None = None,
     ) -> Tensor | None:
-        """Call `work(low, high)` for tiles of `step` rows that cover n rows; the sum of the tensors it returns.
+        """Call `work(low, high)` for tiles of `step` rows that cover n rows; return the sum of the tensors it returns.
 
         A thread works through one contiguous share, sums its tensors in order, and the shares are added in order: with
-        the same number of threads the bits are the same. `on_rows(done, n)` is called from the caller's thread. What
-        `work` raises is raised for the first share that failed.
+        the same number of threads the result is bit-identical. `on_rows(done, n)` is called from the caller's thread.
+        Exceptions of `work` are raised for the first share that failed.
         """
         tiles = -(-n // step)
         if self.size == 1 or tiles < 2 * self.size:
@@ -55,8 +55,8 @@ class Crew:
                 return _share(range(part.start, part.stop, step), part.stop, step, work, note, stop)
 
         try:
-            # The number of BLAS threads is one for the whole process: unless it is 1 here too, every worker's GEMM has
-            # as many threads again.
+            # The number of BLAS threads is global to the process: unless it is 1 here too, every worker's GEMM would
+            # start as many threads again.
             torch.set_num_threads(1)
             jobs = [self._pool.submit(run, number) for number in range(self.size)]
             _watch(jobs, counts, n, on_rows)
@@ -75,8 +75,8 @@ class Crew:
         on_rows: Callable[[int, int], None] | None = None,
         first: int = 0,
     ) -> Tree:
-        """As `each`, with tiles of at most `step` rows that lie inside blocks; what `work` returns is added up as
-        `flatshift.selection.transport.blocks` says. first: the number of the block that row 0 begins."""
+        """Run `work` as `each`, with tiles of at most `step` rows inside blocks; return the tree of block sums
+        (`flatshift.selection.transport.blocks`). first: number of the block that begins at row 0."""
         found: list[list[Node]] = []
         own = threading.local()
 
@@ -104,7 +104,8 @@ def _alone() -> None:
 
 
 def flushes() -> bool:
-    """Whether the calling thread is one of a crew's that takes subnormal numbers, slow on many processors, for 0."""
+    """True if the calling thread belongs to a Crew, whose threads flush subnormal numbers (slow on many processors) to
+    0."""
     return getattr(_thread, "flushes", False)
 
 
@@ -132,8 +133,10 @@ def _share(
 def _watch(
     jobs: list[Future[Tensor | None]], counts: list[int], n: int, on_rows: Callable[[int, int], None] | None
 ) -> None:
-    """Wait for the jobs, reporting progress from this thread. A job that fails lets the others finish: which failure
-    is raised must not depend on who was faster."""
+    """Wait for the jobs, reporting progress from this thread.
+
+    If a job fails the others still finish: the raised failure must not depend on which was faster.
+    """
     told = 0
     while True:
         pending = wait(jobs, timeout=0.1 if on_rows else None).not_done

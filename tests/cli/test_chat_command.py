@@ -7,13 +7,16 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from flatshift.cli import run
 from flatshift.experiments.recipe import from_override, load_recipe, resume_recipe
 from flatshift.finetune import assets
 from flatshift.finetune.errors import UserError
+from flatshift.finetune.models.backbone import open_backbone
 from tests.chat_models import CONVERSATIONS, chat_tokenizer
 from tests.data_models import tiny_model, write_jsonl
 
@@ -350,12 +353,22 @@ def test_an_answer_is_told_without_the_blank_that_its_template_begins_it_with(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", [{"messages": SAID}] * 8)
-    own = {"data.train.files": rows, "train.steps": 30, "optimizer.lr": 0.02, "task.template": "plain"}
+    own = {"data.train.files": rows, "train.steps": 1, "task.template": "plain"}
     path = tmp_path / "run"
     assert run(["train", "chat", "--out", str(path), *flags(SMALL | OWN | own)]) == 0
+    tokenizer = open_backbone("flatshift-5m").tokenizer
+    answer = torch.tensor([[*tokenizer(" Hello", add_special_tokens=False).input_ids, tokenizer.eos_token_id]])
+
+    def generate(model: Any, *, input_ids: torch.Tensor, streamer: Any = None, **_: Any) -> torch.Tensor:
+        """Answer as a trained model would, on any processor."""
+        for ids in [input_ids, *answer[0]] if streamer is not None else []:
+            streamer.put(ids)
+        return torch.cat([input_ids, answer], 1)
+
+    monkeypatch.setattr("peft.PeftModelForCausalLM.generate", generate)
     capsys.readouterr()
     assert run(["generate", str(path), "--prompt", "Hi", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["text"].startswith(" ")  # exactly what was written
+    assert json.loads(capsys.readouterr().out)[0]["text"] == " Hello"  # exactly the tokens of the model
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
     assert run(["chat", str(path)]) == 0
-    assert (said := capsys.readouterr().out) == said.lstrip(" ") and said.strip()
+    assert capsys.readouterr().out.strip("\n") == "Hello"

@@ -26,7 +26,7 @@ from flatshift.experiments.workflows.context import run_context
 from flatshift.experiments.workflows.train import execute
 from flatshift.finetune.lock import exclusive_lock
 from flatshift.finetune.run_directory import RunDirectory
-from flatshift.finetune.train.loop import Diverged
+from flatshift.finetune.train.divergence import Diverged
 
 Sweep = Callable[..., int]
 

@@ -25,7 +25,8 @@ from flatshift.finetune.parallel.fsdp import in_order
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, FlatLora, Plain, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
@@ -62,8 +63,8 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
         RunDirectory.create(Path(directory))
     engine.world.wait()
     run = RunDirectory(Path(directory), writes=engine.is_main)
-    with mock.patch("flatshift.finetune.train.loop.Compiled", lambda model: Compiled(model, backend=backend)):
-        train_stage(
+    with mock.patch("flatshift.finetune.train.trainer.Compiled", lambda model: Compiled(model, backend=backend)):
+        Trainer(
             engine,
             PadOnly(),
             TrainingStage(
@@ -78,7 +79,7 @@ def course(engine: Engine, directory: str, kind: str, *, compiled: bool, backend
                 run=run,
                 seed=0,
             ),
-        )
+        ).fit()
     own = [vars(block) for block in blocks(engine.model)]
     assert all("forward" not in names and not names.get("_compiled_call_impl") for names in own)
     engine.world.wait()

@@ -13,7 +13,8 @@ from flatshift.finetune.parallel.build import build_engine
 from flatshift.finetune.parallel.mesh import ProcessMesh
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, build
 from tests.distributed_ranks import run_ranks
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
@@ -68,7 +69,7 @@ def train(source: str, folder: str, mesh: Mesh) -> dict[str, Any]:
         return loss + 1000 if index + 1 == width and micro.batch == JUMP else loss
 
     engine._loss = sick  # type: ignore[method-assign]
-    result = train_stage(
+    result = Trainer(
         engine,
         PadOnly(),  # type: ignore[arg-type]
         TrainingStage(
@@ -83,7 +84,7 @@ def train(source: str, folder: str, mesh: Mesh) -> dict[str, Any]:
             run=RunDirectory(Path(folder), writes=world.is_main),
             seed=0,
         ),
-    )
+    ).fit()
     return {"result": dataclasses.asdict(result), "adapter": engine.full_tensors(engine.parameters)}
 
 

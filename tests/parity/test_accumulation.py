@@ -12,7 +12,8 @@ from flatshift.finetune.data.example import Example
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Completion, LanguageModel
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 
@@ -49,7 +50,7 @@ def one_update(source, task, directory, *, batch_size, accumulate, clip=None):
     batches = TrainingDataLoader(
         examples(), task=task, batch_size=batch_size, accumulate=accumulate, seed=0, max_length=20, pad_id=0
     )
-    train_stage(
+    Trainer(
         model,
         PadOnly(),
         TrainingStage(
@@ -64,7 +65,7 @@ def one_update(source, task, directory, *, batch_size, accumulate, clip=None):
             run=RunDirectory.create(directory),
             seed=0,
         ),
-    )
+    ).fit()
     (line,) = read_metrics(directory / "metrics.jsonl")
     return line, {n: start[n] - p.detach() for n, p in trainable(model).items()}
 

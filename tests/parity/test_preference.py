@@ -17,7 +17,8 @@ from flatshift.finetune.evaluate.preference import quick_figures, score_answers
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Preference
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, MGPO, SAM, BiLora, LoraSAM, NEFTune, Plain, build
 from tests.finetune_models import IGNORED, PadOnly, save_backbone
 
@@ -81,7 +82,7 @@ def one_update(model, task, made, directory, *, batch_size, accumulate, steps=1,
         run=RunDirectory.create(directory),
         seed=0,
     )
-    train_stage(model, PadOnly(), stage)
+    Trainer(model, PadOnly(), stage).fit()
     lines = list(read_metrics(directory / "metrics.jsonl"))
     return lines, {n: start[n] - p.detach() for n, p in trainable(model).items()}, batches
 

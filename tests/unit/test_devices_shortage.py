@@ -19,8 +19,9 @@ from flatshift.finetune.planner.memory import MemoryPlan, memory_plan
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import out_of_memory
-from flatshift.finetune.train.loop import TrainingStage, train_stage
 from flatshift.finetune.train.out_of_memory import MemoryAtFailure, asked_for, changes
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import BAR, GGPO, LoraSAM, Plain, build
 from tests.cli.test_train_contract import SMALL, flags
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
@@ -66,7 +67,7 @@ def engine_of(source, kind=FullEngine):
 def fit(engine, directory, *, regularizer=None, optimizer=None, dev=(), **train):
     run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
     settings = Train(**{"steps": 6, "save_every": 2, "threads": 1, "batch_size": 4, "max_length": 12, **train})
-    return train_stage(
+    return Trainer(
         engine,
         PadOnly(),
         TrainingStage(
@@ -81,7 +82,7 @@ def fit(engine, directory, *, regularizer=None, optimizer=None, dev=(), **train)
             run=run,
             seed=0,
         ),
-    )
+    ).fit()
 
 
 @pytest.mark.parametrize("error", [CUDA, HOST, MemoryError("no room")], ids=["cuda", "host", "python"])

@@ -26,8 +26,8 @@ from tests.patience import HANG_S
 def other_owner(path: Path) -> subprocess.Popen[str]:
     """A process that owns `path` until it is killed."""
     code = (
-        "import sys, time\nfrom flatshift.finetune.lock import owned\n"
-        "with owned(sys.argv[1]):\n    print('held', flush=True); time.sleep(1000)\n"
+        "import sys, time\nfrom flatshift.finetune.lock import exclusive_lock\n"
+        "with exclusive_lock(sys.argv[1]):\n    print('held', flush=True); time.sleep(1000)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -240,8 +240,8 @@ def test_scratch_directories_of_killed_processes_go_and_those_at_work_stay(
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = (
-        "import time\nfrom flatshift.finetune.lock import scratch\n"
-        "with scratch('flatshift-test-') as folder:\n"
+        "import time\nfrom flatshift.finetune.lock import temporary_directory\n"
+        "with temporary_directory('flatshift-test-') as folder:\n"
         "    (folder / 'file').touch(); print(folder, flush=True); time.sleep(1000)\n"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -283,8 +283,9 @@ def test_default_names_are_unique_within_a_second(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_lock_is_asked_for_a_moment_longer(tmp_path: Path) -> None:
+def test_a_lock_is_asked_for_a_moment_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner at its end does not refuse the next one."""
+    monkeypatch.setattr("flatshift.finetune.lock._PATIENCE_S", 60.0)  # on a busy machine the child's end comes late
     fd = os.open(tmp_path / ".out.lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     child = os.fork()

@@ -16,7 +16,8 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.checkpointer import steps as saved_steps
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
 
@@ -38,7 +39,7 @@ def fit(source, directory, callbacks, *, steps=6, dev=(), lr=1e-2, stop_at=None,
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
     run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
     seen = [0]
-    return train_stage(
+    return Trainer(
         model,
         PadOnly(),
         TrainingStage(
@@ -56,7 +57,7 @@ def fit(source, directory, callbacks, *, steps=6, dev=(), lr=1e-2, stop_at=None,
             on_step=lambda line: seen.append(line["step"]),
             stop=lambda: seen[-1] == stop_at,
         ),
-    )
+    ).fit()
 
 
 class Listener(TrainerCallback):

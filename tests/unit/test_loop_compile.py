@@ -17,7 +17,8 @@ from flatshift.finetune.models.compiled import Compiled
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel, Seq2Seq
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, SAM, FlatLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -34,10 +35,10 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
             super().__init__(model, backend=backend)
             made.append(self)
 
-    monkeypatch.setattr("flatshift.finetune.train.loop.Compiled", Chosen)
+    monkeypatch.setattr("flatshift.finetune.train.trainer.Compiled", Chosen)
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
     run = RunDirectory.create(directory)
-    train_stage(
+    Trainer(
         model,
         PadOnly(),
         TrainingStage(
@@ -52,7 +53,7 @@ def fit(source, directory, config, *, compiled, backend, monkeypatch, steps=3):
             run=run,
             seed=0,
         ),
-    )
+    ).fit()
     assert len(made) == compiled and all(block._compiled_call_impl is None for block in blocks(model))
     lines = read_metrics(run.path / "metrics.jsonl")
     return trainable(model), [(r["loss"], r["grad_norm"]) for r in lines], counters["stats"]["unique_graphs"]

@@ -19,8 +19,10 @@ from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.checkpointer import steps as saved_steps
 from flatshift.finetune.train.data_order import batch_index, merge_skipped_ranges, rollback_step, spike_limit
-from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.finetune.train.divergence import Diverged
 from flatshift.finetune.train.schedule import learning_rate
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import ASAM, BAR, GGPO, LoraSAM, Plain, build
 from tests.finetune_models import Micro, PadOnly, RandomBatches, save_backbone
 
@@ -84,7 +86,7 @@ def fit(engine, directory, *, stop_at=None, regularizer=None, order=lambda step:
     run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
     seen = [0]
     try:
-        result = train_stage(
+        result = Trainer(
             engine,
             PadOnly(),
             TrainingStage(
@@ -101,7 +103,7 @@ def fit(engine, directory, *, stop_at=None, regularizer=None, order=lambda step:
                 on_step=lambda line: seen.append(line["step"]),
                 stop=lambda: seen[-1] == stop_at,
             ),
-        )
+        ).fit()
     except Interrupted:
         return None
     adapter = {name: p.detach().clone() for name, p in trainable(engine.model).items()}

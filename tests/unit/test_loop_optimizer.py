@@ -15,8 +15,9 @@ from flatshift.finetune.planner.memory import plan_lines, state_bytes
 from flatshift.finetune.run_directory import RunDirectory
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train import optimizer as module
-from flatshift.finetune.train.loop import TrainingStage, train_stage
 from flatshift.finetune.train.optimizer import AdapterOptimizer, check_optimizer
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 
@@ -125,7 +126,7 @@ def test_a_stage_in_eight_bits_resumes_with_the_same_bits(tmp_path, monkeypatch)
         run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
         seen = [0]
         try:
-            train_stage(
+            Trainer(
                 model,
                 PadOnly(),
                 TrainingStage(
@@ -142,7 +143,7 @@ def test_a_stage_in_eight_bits_resumes_with_the_same_bits(tmp_path, monkeypatch)
                     on_step=lambda line: seen.append(line["step"]),
                     stop=lambda: seen[-1] == stop_at,
                 ),
-            )
+            ).fit()
         except Interrupted:
             return None
         return {name: p.detach().clone() for name, p in trainable(model).items()}

@@ -22,7 +22,9 @@ from flatshift.finetune.planner.memory import memory_plan, plan_lines
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Classify, LanguageModel
 from flatshift.finetune.train.checkpointer import steps as saved_steps
-from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.finetune.train.divergence import Diverged
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, Plain, build
 from tests.finetune_models import IGNORED, ListBatches, PadOnly, RandomBatches, save_backbone
 
@@ -57,7 +59,7 @@ def fit(
     stop=None,
     **train,
 ):
-    return train_stage(
+    return Trainer(
         model,
         PadOnly(),
         TrainingStage(
@@ -74,7 +76,7 @@ def fit(
             on_step=on_step,
             stop=stop,
         ),
-    )
+    ).fit()
 
 
 def examples(count=6, length=9, seed=7):
@@ -225,7 +227,7 @@ def test_the_checkpoint_of_another_stage_is_dropped_when_the_next_begins(sources
     common = {"task": LM, "batches": RandomBatches(), "dev": [], "optimizer": Optimizer(), "evaluate": Evaluate()}
     for stage, count in (("warm-up", 6), ("fine-tune", 3)):
         common |= {"name": stage, "train": Train(steps=count), "regularizer": build(Plain())}
-        train_stage(model, PadOnly(), TrainingStage(run=run, seed=1, **common))
+        Trainer(model, PadOnly(), TrainingStage(run=run, seed=1, **common)).fit()
     assert saved_steps(run.state) == [3]
     assert {r["stage"] for r in read_metrics(run.path / "metrics.jsonl")} == {"warm-up", "fine-tune"}
 
@@ -246,7 +248,7 @@ def test_no_clipping_is_a_choice(sources, tmp_path):
     for clip in (None, 1e-3):
         model = model_of(sources["llama"])
         start = {n: p.detach().clone() for n, p in trainable(model).items()}
-        train_stage(
+        Trainer(
             model,
             PadOnly(),
             TrainingStage(
@@ -262,7 +264,7 @@ def test_no_clipping_is_a_choice(sources, tmp_path):
                 run=RunDirectory.create(tmp_path / str(clip)),
                 seed=0,
             ),
-        )
+        ).fit()
         moved = sum((p - start[n]).square().sum().item() for n, p in trainable(model).items()) ** 0.5
         norms[clip] = moved * 1e3
     reported = read_metrics(tmp_path / "None" / "metrics.jsonl")[0]["grad_norm"]

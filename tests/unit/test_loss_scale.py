@@ -17,7 +17,7 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.parallel.engine import Engine
 from flatshift.finetune.run_directory import read_metrics
 from flatshift.finetune.tasks import LanguageModel
-from flatshift.finetune.train.loop import Diverged
+from flatshift.finetune.train.divergence import Diverged
 from flatshift.finetune.train.loss_scale import FIRST, GROWTH_EVERY, LARGEST, LossScale
 from flatshift.regularizers import GGPO, MGPO, LoraSAM, Plain, build
 from tests.finetune_models import RandomBatches, save_backbone
@@ -90,7 +90,7 @@ def test_scaling_changes_no_bit_of_a_float32_gradient(source, tmp_path, regulari
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("flatshift.finetune.train.loss_scale.FIRST", scale)
             patch.setattr(
-                "flatshift.finetune.train.loop.autocast", lambda train, device: torch.autocast("cpu", enabled=False)
+                "flatshift.finetune.train.trainer.autocast", lambda train, device: torch.autocast("cpu", enabled=False)
             )
             lines = run(engine, tmp_path / name, regularizer=regularizer)
         assert set(engine.seen) == {scale}

@@ -22,8 +22,9 @@ from flatshift.finetune.evaluate.evaluator import head_scores
 from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import METRICS, RunDirectory, read_metrics
 from flatshift.finetune.tasks import Classify, MaskedLM, Regress
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trace.examples import per_example
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import Plain, build
 from tests.data_models import text_rows
 from tests.finetune_models import PadOnly
@@ -65,12 +66,12 @@ def attempt(source, task, directory, *, stop_at=None):
     model = attach_adapter(load_backbone(source, task=task, **names_of(task)), Adapter(rank=4), task=task, seed=0)
     run = RunDirectory.open(directory) if directory.exists() else RunDirectory.create(directory)
     last = [0]
-    train_stage(
+    Trainer(
         model, PadOnly(), TrainingStage(name="s", task=task, batches=batches_of(task), dev=examples_of(task, 8, seed=5),
         optimizer=Optimizer(lr=1e-2), train=Train(steps=8, eval_every=4, save_every=3, max_length=64, threads=1),
         evaluate=Evaluate(batch_size=4), regularizer=build(Plain()), run=run, seed=0,
         on_step=lambda line: last.__setitem__(0, line["step"]), stop=lambda: last[0] == stop_at),
-    )  # fmt: skip
+    ).fit()  # fmt: skip
     return {name: p.detach().clone() for name, p in trainable(model).items()}, read_metrics(run.path / METRICS)
 
 

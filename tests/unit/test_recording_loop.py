@@ -21,9 +21,10 @@ from flatshift.finetune.models.load import load_backbone
 from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import LanguageModel
 from flatshift.finetune.train.checkpointer import latest_checkpoint, unpack
-from flatshift.finetune.train.loop import TrainingStage, train_stage
+from flatshift.finetune.train.stage import TrainingStage
 from flatshift.finetune.train.trace.files import read_trace
 from flatshift.finetune.train.trace.recorder import Recording
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, SAM, BiLora, NEFTune, Plain, build
 from tests.finetune_models import IGNORED, PadOnly, RandomBatches, save_backbone
 
@@ -56,7 +57,7 @@ def fit(source, run, record, *, regularizer=None, stop=None, precision="fp32", d
         load_backbone(source, task=LM, precision=precision), Adapter(rank=3, dropout=0.2), task=LM, seed=0
     )
     before = checksum(model)
-    train_stage(
+    Trainer(
         model,
         PadOnly(),
         TrainingStage(
@@ -73,7 +74,7 @@ def fit(source, run, record, *, regularizer=None, stop=None, precision="fp32", d
             stop=stop,
             recording=None if record is None else recording(record),
         ),
-    )
+    ).fit()
     assert checksum(model) == before
     return {name: parameter.detach().clone() for name, parameter in trainable(model).items()}
 

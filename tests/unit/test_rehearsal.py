@@ -32,7 +32,9 @@ from flatshift.finetune.run_directory import RunDirectory, read_metrics
 from flatshift.finetune.tasks import Classify, LanguageModel, MaskedLM, Seq2Seq
 from flatshift.finetune.train.checkpointer import steps as saved_steps
 from flatshift.finetune.train.deferred_metrics import MetricsBuffer, MetricsRow
-from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.finetune.train.divergence import Diverged
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 from flatshift.regularizers import GGPO, BiLora, Plain, build
 from tests.finetune_models import PadOnly, RandomBatches, save_backbone
 from tests.seq2seq_models import save_encoder_decoder
@@ -254,7 +256,7 @@ def fit(source, directory, *, regularizer=None, steps=12, on=None, dev=(), **tra
     model = attach_adapter(load_backbone(source, task=LM), Adapter(rank=4), task=LM, seed=0)
     stop = None if on is None else lambda: on(model)
     run = RunDirectory.create(directory)
-    train_stage(
+    Trainer(
         model,
         PadOnly(),
         TrainingStage(
@@ -270,7 +272,7 @@ def fit(source, directory, *, regularizer=None, steps=12, on=None, dev=(), **tra
             seed=0,
             stop=stop,
         ),
-    )
+    ).fit()
     return run, {name: p.detach().clone() for name, p in trainable(model).items()}
 
 
@@ -471,7 +473,7 @@ def test_torch_counts_the_same_on_a_device(tmp_path):
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            train_stage(
+            Trainer(
                 model,
                 PadOnly(),
                 TrainingStage(
@@ -487,7 +489,7 @@ def test_torch_counts_the_same_on_a_device(tmp_path):
                     seed=0,
                     stop=passed,
                 ),
-            )
+            ).fit()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     each = [after - before for before, after in itertools.pairwise(counts[1:])]

@@ -24,7 +24,7 @@ from flatshift.experiments.studies.sweep.bisection import _train_error, parse_bi
 from flatshift.experiments.studies.sweep.sweep_plan import Base
 from flatshift.experiments.studies.sweep.table import ColumnTable
 from flatshift.finetune.errors import UserError
-from flatshift.finetune.train.loop import Diverged
+from flatshift.finetune.train.divergence import Diverged
 from flatshift.regularizers.config import GGPO, Plain
 from tests.counted_calls import python_calls
 

@@ -194,8 +194,8 @@ def test_of_two_sweeps_the_second_is_refused(tmp_path: Path) -> None:
 
 def test_sweep_waits_for_the_workers_of_a_killed_one(tmp_path: Path) -> None:
     code = (
-        "import time\nfrom pathlib import Path\nfrom flatshift.experiments.studies.directory import at_work\n"
-        f"with at_work(Path({str(tmp_path)!r})):\n    print('held', flush=True); time.sleep(0.5)\n"
+        "import time\nfrom pathlib import Path\nfrom flatshift.experiments.studies.directory import study_lock\n"
+        f"with study_lock(Path({str(tmp_path)!r})):\n    print('held', flush=True); time.sleep(0.5)\n"
     )
     orphan = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert orphan.stdout is not None and orphan.stdout.readline() == "held\n"

@@ -57,7 +57,7 @@ def _outcome_of(measure: Callable[[], Mapping[str, Any]]) -> Result:
             raise KeyboardInterrupt from error
         raise
     except ValueError as error:
-        from flatshift.finetune.train.loop import Diverged
+        from flatshift.finetune.train.divergence import Diverged
 
         return {"status": "diverged" if isinstance(error, Diverged) else "failed", "reason": str(error)}
     except Exception as error:

@@ -20,7 +20,9 @@ from flatshift.finetune.errors import UserError
 from flatshift.finetune.lock import temporary_directory
 from flatshift.finetune.seeds import derive
 from flatshift.finetune.tasks import Task
-from flatshift.finetune.train.loop import Diverged, TrainingStage, train_stage
+from flatshift.finetune.train.divergence import Diverged
+from flatshift.finetune.train.stage import TrainingStage
+from flatshift.finetune.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from flatshift.finetune.data.example import Example
@@ -110,7 +112,7 @@ def train_examples(
     )
     clock: list[float] = []
     with temporary_directory("flatshift-cell-") as folder:
-        train_stage(
+        Trainer(
             engine,
             tokenizer,
             TrainingStage(
@@ -126,7 +128,7 @@ def train_examples(
                 seed=train.seed,
                 on_step=lambda line: clock.append(time.process_time()),
             ),
-        )
+        ).fit()
     taken = np.diff(clock)[_SETTLING:]
     return float(np.median(taken)) if len(taken) else None
 

@@ -1,7 +1,7 @@
-"""What a page has about a run directory: one file for each kind of directory, or of what may lie in one.
+"""Chapters of a page: one module for each kind of run directory or of file in one.
 
-A file has `part(run)`: what it gives to the run's chapter, or None where there is nothing of its kind. A new one is a
-file here and a line in `PARTS`.
+Each module has `part(run)`, which returns its contribution to the run's chapter, or None if the run has nothing of its
+kind. To add one, write a module here and list it in `PARTS`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PARTS = (
     hygiene.part,
     sweep.part,
 )
-"""In the order of a chapter; of several chapters on a page, the one with the earliest kind gives the headline."""
+"""In page order; of several chapters on a page, the one with the earliest kind gives the headline."""
 
 
 def chapter(run: RunResults) -> Chapter:
-    """Everything that one run directory has to show."""
+    """Build the chapter of one run directory."""
     found = [(place, part) for place, of in enumerate(PARTS) if (part := of(run)) is not None]
     kinds = [part.kind for _, part in found if part.kind]
     said = [sentence for _, part in found for sentence in part.findings if sentence]
@@ -61,7 +61,7 @@ def chapter(run: RunResults) -> Chapter:
 
 
 def charts_of(made: Chapter) -> list[Chart]:
-    """Every chart of a chapter, in page order."""
+    """Return every chart of a chapter in page order."""
     return [
         c for section in made.sections for block in section.blocks if isinstance(block, Figures) for c in block.charts
     ]
@@ -90,7 +90,7 @@ def _facts(run: RunResults) -> list[tuple[str, str]]:
 
 
 def _recipe_name(run: RunResults) -> str:
-    """The recipe's name: as a sweep or study recorded it, else from `extends`, else from the command line."""
+    """Return the recipe's name: as recorded by a sweep or study, else from `extends`, else from the command line."""
     plan = run.path / "sweep.json"
     if plan.is_file():
         return str(read_object(plan).get("recipe", ""))
@@ -129,7 +129,7 @@ def _circumstances(run: RunResults) -> list[Section]:
         for key, value in run.environment.items():
             if key == "memory" and isinstance(value, int):
                 value = formats.size(value)
-            if isinstance(value, list | dict):  # `resumed` is a list, of what was another then
+            if isinstance(value, list | dict):  # `resumed` is a list of what differed at each resume
                 parts = value if isinstance(value, list) else [value]
                 value = "; ".join(", ".join(f"{k} {v}" for k, v in part.items() if v is not None) for part in parts)
             if value not in (None, ""):

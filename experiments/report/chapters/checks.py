@@ -1,4 +1,4 @@
-"""Whether a selection holds what its scores promise, and which targets its pool cannot serve."""
+"""Checks of a selection: change of the distance to the target, and targets that the pool cannot serve."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatshift.experiments.results.run import RunResults
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """Two sections, where the selection was checked."""
+    """Return both sections for a checked selection."""
     found = run.selection.about.get("checks") if run.selection is not None else None
     if not isinstance(found, dict):
         return None
@@ -39,7 +39,7 @@ def _distance(found: dict[str, Any]) -> list[Section]:
 
 
 def _table(found: dict[str, Any], sampled: bool) -> Table:
-    """A row for each λ. sampled: the best possible is an estimate, a bound for the rows looked at alone."""
+    """Build a row for each λ. sampled: the best possible value is an estimate, a bound for the sampled rows only."""
     distance = found["distance"]
     other = other_arm(found)
     held = found["held_out"]

@@ -1,4 +1,4 @@
-"""The page of a comparison: the primary endpoint as a forest plot, tables per task, trials, costs, the protocol."""
+"""Page of a comparison: the primary endpoint as a forest plot, tables per task, trials, costs, the protocol."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Document = Mapping[str, Any]
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """A directory of `flatshift compare`."""
+    """Return the part for a directory of `flatshift compare`."""
     return _part(run.comparison) if run.comparison else None
 
 
 def page(document: Document) -> str:
-    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    """Return the whole page as HTML; the template escapes everything from files and settings."""
     made = _part(document)
     chapter = Chapter(
         name=str(document["recipe"]),
@@ -38,7 +38,7 @@ def page(document: Document) -> str:
 
 
 def _part(document: Document) -> ChapterPart:
-    """A comparison laid out."""
+    """Build the chapter part of a comparison."""
     ranked = compared(document)
     clear = [name for name, m in ranked if m["primary"]["p_holm"] is not None and m["primary"]["p_holm"] < 0.05]
     base = document["baseline"]
@@ -72,7 +72,7 @@ def _part(document: Document) -> ChapterPart:
 
 
 def summary(document: Document) -> list[str]:
-    """The primary endpoint in lines for a terminal."""
+    """Return the primary endpoint as lines for a terminal."""
     lines, metric = [], document["metric"]
     what, unit = metric_of(metric).title, _unit(metric)
     for name, m in compared(document):
@@ -85,19 +85,19 @@ def summary(document: Document) -> list[str]:
 
 
 def compared(document: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """Methods with a primary endpoint: confirmatory first, then by effect."""
+    """Return the methods that have a primary endpoint: confirmatory first, then by effect."""
     found = [(name, m) for name, m in document["methods"].items() if m["primary"] is not None]
     sign = 1 if metric_of(document["metric"]).lower else -1
     return sorted(found, key=lambda item: (not item[1]["confirmatory"], sign * item[1]["primary"]["value"]))
 
 
 def _scale(metric: str) -> float:
-    """What a figure is shown times: a share as points."""
+    """Return the factor for displayed values: 100 for shares, which are shown as points."""
     return 100.0 if metric_of(metric).shown_as_share else 1.0
 
 
 def _unit(metric: str) -> str:
-    """Of a difference."""
+    """Return the unit of a difference."""
     return "points" if metric_of(metric).shown_as_share else metric_of(metric).unit
 
 
@@ -162,7 +162,7 @@ def _primary(document: Document) -> list[Block]:
 
 
 def forest(document: Document) -> Chart:
-    """Every method's primary endpoint with its t-interval; filled confirmatory, hollow exploratory."""
+    """Draw every method's primary endpoint with its t-interval; filled: confirmatory, hollow: exploratory."""
     metric = document["metric"]
     return corrected_effects(
         "comparison-forest",

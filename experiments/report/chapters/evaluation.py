@@ -1,4 +1,4 @@
-"""The page of models judged side by side: figures, differences, and the map of groups with what was forgotten."""
+"""Page of models evaluated side by side: metrics, differences, and the map of groups with forgotten ones."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Document = Mapping[str, Any]
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """A directory of `flatshift eval --out`."""
+    """Return the part for a directory of `flatshift eval --out`."""
     return _part(run.evaluation) if run.evaluation else None
 
 
 def page(document: Document) -> str:
-    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    """Return the whole page as HTML; the template escapes everything from files and settings."""
     made = _part(document)
     chapter = Chapter(
         name=", ".join(subject["name"] for subject in document["subjects"]),
@@ -61,7 +61,7 @@ def _headline(metrics: Mapping[str, Any]) -> str | None:
 
 
 def _findings(document: Document) -> list[str]:
-    """What is clear of each difference."""
+    """Return a sentence on each difference: better, worse or not clear."""
     said = []
     for name, splits in document["differences"].items():
         for split, metrics in splits.items():
@@ -108,7 +108,7 @@ def _figures(document: Document, split: str) -> list[Block]:
 
 
 def _few_shot(asked: Document) -> Section:
-    """What was asked, and how the answers change with the score and the draw of worked examples."""
+    """Describe the prompt, and how accuracy changes with the score and the draw of worked examples."""
     scores = list(
         dict.fromkeys(s for parts in asked["subjects"].values() for found in parts.values() for s in found["by_score"])
     )
@@ -169,7 +169,7 @@ def _named(grouped: Document, group: str) -> str:
 
 
 def _change(grouped: Document, name: str, split: str, ordered: Sequence[tuple[str, str]]) -> Section:
-    """The map: what changed in each group, by family, trained groups apart from those that may be forgotten."""
+    """Chart the change in each group by family; groups not trained on are marked, as they may be forgotten."""
     found = grouped["differences"][name][split]
     metric = next(m for m in map(_headline, found.values()) if m is not None)
     about = metric_of(metric)

@@ -1,4 +1,4 @@
-"""Curves that were predicted before training: the answers first; its curves are drawn as those of a sweep."""
+"""Findings of curves predicted before training; the curves themselves are drawn like those of a sweep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flatshift.experiments.results.run import RunResults, read_object
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """The sentences of forecast.json, where there is one."""
+    """Return the sentences of forecast.json, if the directory has one."""
     found = read_object(run.path / FORECAST)
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""What was removed from a pool before anything was chosen, by cause."""
+"""Records removed from a pool before selection, by cause."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXAMPLES = 5
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """One section with the counts by cause and some examples, where a step was on."""
+    """Return one section with counts by cause and some examples, if a hygiene step ran."""
     selection = run.selection
     told = read_object(selection.path / "manifest.json").get("hygiene") if selection is not None else None
     if selection is None or not isinstance(told, dict):

@@ -1,4 +1,4 @@
-"""The page of `flatshift plan --out NAME.html`: bytes and seconds of the best mesh by cause, and all meshes."""
+"""Page of `flatshift plan --out NAME.html`: memory and time of the best mesh by cause, and all meshes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from flatshift.finetune.figures import duration, gib
 from flatshift.finetune.planner.layouts import CAUSES
 
 _MOST, _NEAREST = 30, 10
-"""Meshes in the table: of those that fit, and of those that do not."""
+"""Meshes in the table: limit for those that fit, and for those that do not."""
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    """Return the whole page as HTML; the template escapes everything from files and settings."""
     best, fits = document["layouts"][document["best"]], document["fits"]
     what = f"{document['model']} on {document['cluster']}"
     room = document["usable_gib"]
@@ -42,7 +42,7 @@ def page(document: Mapping[str, Any]) -> str:
 
 
 def _held(best: Mapping[str, Any]) -> dict[str, int]:
-    """Without what is there at another time only: logits of an evaluation, or what training keeps."""
+    """Return bytes by cause at the memory peak: logits of an evaluation and activations of training never coexist."""
     causes = best["bytes"] | {cause: int(ends[1] * 2**30) for cause, ends in best["outside_gib"].items()}
     training = causes["activations"] + causes["work"]
     absent = {"logits"} if training >= causes["logits"] else {"activations", "work"}

@@ -1,4 +1,4 @@
-"""What a run said of each row: the confusion matrix, a table by class, rows right and wrong, answers beside theirs."""
+"""Predictions of a run: confusion matrix, table by class, right and wrong rows, answers next to references."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from flatshift.experiments.results.run import RunResults, best_split
 
 _WRONG, _RIGHT, _SAMPLES, _HARD = 6, 3, 9, 6
 _CLASSES = 24
-"""A matrix of more classes has those that most rows are of."""
+"""Most classes in the matrix; the most frequent ones are kept."""
 _OPEN = 12
-"""A table of more classes is folded."""
+"""Most classes in an unfolded table."""
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """A run directory with predictions.parquet."""
+    """Return the part for a run directory with predictions.parquet."""
     split = best_split({name: {} for name in run.predictions})
     if split is None:
         return None
@@ -84,7 +84,7 @@ def _examples(rows: Predictions, split: str) -> Section | None:
 
 
 def _samples(rows: Predictions, split: str) -> Section | None:
-    """What was written beside what is right, wrong answers first."""
+    """Show generated answers next to the references, wrong ones first."""
     having = [row for row in rows.shown if row["answer"] is not None]
     wrong = [row for row in having if not row.get("exact_match")][: _SAMPLES - _RIGHT]
     right = [row for row in having if row.get("exact_match")][: _SAMPLES - len(wrong)]

@@ -1,4 +1,4 @@
-"""What a training run came to: its evaluation, the warm-up's shift and the curves of its stages."""
+"""Results of a training run: its evaluation, the shift by the warm-up, and the curves of its stages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from flatshift.finetune.figures import gib, predicted_vs_measured, rate_text
 from flatshift.finetune.run_directory import SPIKE
 
 _FIRST = ("lr-", "grad-norm-")
-"""Charts of what was logged with every update that are shown at once; the others open on demand."""
+"""Per-step charts that are shown unfolded; the others open on demand."""
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """A directory of `flatshift train`."""
+    """Return the part for a directory of `flatshift train`."""
     if not (run.metrics.lines or run.eval or run.stages):
         return None
     sections = [*evaluation_sections(run), *data_sections(run), *training_sections(run)]
@@ -36,7 +36,7 @@ def part(run: RunResults) -> ChapterPart | None:
 
 
 def train_finding(run: RunResults) -> str:
-    """The first metric of the split that counts, beside the majority floor where there is one."""
+    """Return a sentence on the headline metric, compared with the majority baseline if there is one."""
     split = best_split(run.eval)
     if split is None:
         steps = max((ln["step"] for ln in run.metrics.lines), default=0)
@@ -143,7 +143,7 @@ def evaluation_sections(run: RunResults) -> list[Section]:
 
 
 def _beside_cold(run: RunResults, split: str, cold: RunEvaluation) -> Table | None:
-    """What the adapter changed, on the rows that the bare backbone was judged on too."""
+    """Tabulate what the adapter changed, on the rows that the base model was evaluated on too."""
     changed = {name: one for name, one in differences(run.judged(split), cold).items() if one.paired}
     if not changed:
         return None
@@ -165,7 +165,7 @@ def _beside_cold(run: RunResults, split: str, cold: RunEvaluation) -> Table | No
 
 
 def _metric_table(tree: dict[str, dict[str, dict[str, Any]]]) -> Table:
-    """Metrics down, splits across; a floor below the metric it belongs to."""
+    """Tabulate metrics (rows) by split (columns); a baseline is below its metric."""
     rows = []
     for metric in dict.fromkeys(m for cells in tree.values() for m in cells if not metric_of(m).is_floor):
         cells = [tree[split].get(metric) for split in tree]
@@ -210,7 +210,7 @@ def training_sections(run: RunResults) -> list[Section]:
 
 
 def _plan_sections(run: RunResults) -> list[Section]:
-    """What was said before step 1 beside what updates took, a table and bars of memory by cause for each stage."""
+    """Compare predicted with measured step time and memory; bars of memory by cause for each stage."""
     blocks: list[Block] = []
     for stage, done in run.stages.items():
         plan = done.get("plan")
@@ -228,7 +228,7 @@ def _plan_sections(run: RunResults) -> list[Section]:
 
 
 def data_sections(run: RunResults) -> list[Section]:
-    """The classes, and what was found in the rows before step 1."""
+    """Return the classes and the findings of the data check before step 1."""
     checks = run.manifest.get("checks")
     if not isinstance(checks, dict):
         return []
@@ -243,8 +243,7 @@ def data_sections(run: RunResults) -> list[Section]:
 
 
 def _mishaps(run: RunResults) -> list[str]:
-    """Updates that were left out, spikes after which the stage was rolled back, and how fast the stages went, in
-    sentences."""
+    """Return sentences on skipped steps, on rollbacks after loss spikes, and on each stage's throughput."""
     found = []
     for stage, done in run.stages.items():
         if done.get("skipped"):

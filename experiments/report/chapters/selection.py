@@ -1,4 +1,4 @@
-"""What a selection chose: its scores, the mix of domains, the map, and the first records."""
+"""Results of a selection: scores, the mix of domains, the map, and the first records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPOKE = {
     "words": " What spoke for one: its words that the target has and that are rarest in the pool.",
 }
 _ELSEWHERE = ("seconds", "skipped", "checks", "peak_bytes", "profile", "table", "inside")
-"""What the manifest says that is no fact of the list: told in sections of their own, or not at all."""
+"""Entries of the manifest that are not listed as facts: shown in other sections or not at all."""
 _DIAGNOSTICS = {
     "method": "method",
     "embedder": "embedder",
@@ -55,7 +55,7 @@ _DIAGNOSTICS = {
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """The selection of a run or of a directory of its own."""
+    """Return the part for the selection of a run or of a directory of `flatshift select`."""
     if run.selection is None:
         return None
     tiles, sections = selection_tiles(run.selection), selection_sections(run, run.selection)
@@ -63,7 +63,7 @@ def part(run: RunResults) -> ChapterPart | None:
 
 
 def selection_finding(selection: SelectionResults) -> str:
-    """How many were chosen, and which domain gained most."""
+    """Return a sentence on how many records were selected and which domain gained most."""
     if selection.table is None:
         return ""
     total, taken = selection.table.num_rows, selection.taken
@@ -89,7 +89,7 @@ def selection_finding(selection: SelectionResults) -> str:
 
 
 def method_name(selection: SelectionResults) -> str:
-    """`gotd` → `GOT-D`."""
+    """Return the method's title: `gotd` → `GOT-D`."""
     method = selection.about.get("method")
     kind = method.get("kind") if isinstance(method, dict) else method
     titles = {one.kind: one.title for one in get_args(Method)}
@@ -169,7 +169,7 @@ def selection_sections(run: RunResults, selection: SelectionResults) -> list[Sec
 
 
 def _tried_section(tried: list[dict[str, Any]], chosen: str) -> Section:
-    """The methods that `auto` compared."""
+    """Tabulate the methods that `auto` compared."""
     rows = []
     for line in tried:
         error = line.get("error")
@@ -184,7 +184,7 @@ def _tried_section(tried: list[dict[str, Any]], chosen: str) -> Section:
 
 
 def _profile_section(profile: dict[str, Any]) -> Section:
-    """Lengths, scripts, sources and repeats of selection, target and pool side by side, with what was warned of."""
+    """Compare lengths, scripts, sources and repeats of selection, target and pool, with the warnings."""
     sides = [side for side in ("selection", "target", "pool") if isinstance(profile.get(side), dict)]
 
     def told(side: str, name: str) -> str:
@@ -226,7 +226,7 @@ def _selection_notes(selection: SelectionResults) -> list[str]:
 
 
 def _records(run: RunResults, selection: SelectionResults) -> list[tuple[dict[str, Any], str, str, str, str]]:
-    """(record, text, domain, id and text of the nearest target) of the chosen records that are read, in rank order."""
+    """Return (record, text, domain, id and text of the nearest target) of the loaded top records, in rank order."""
     column = "text"
     select = run.recipe.get("select")
     if isinstance(select, dict) and isinstance(select.get("columns"), dict):

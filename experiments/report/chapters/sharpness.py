@@ -1,4 +1,4 @@
-"""The section on how sharp the run's minimum is."""
+"""Section on the sharpness of the run's minimum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatshift.regularizers.sharpness.sharpness_config import measure_name
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """Measures of both spaces side by side, and the charts, where the run was measured."""
+    """Return the measures of both spaces side by side and the charts, if the run was measured."""
     found = run.sharpness
     if not found:
         return None

@@ -1,4 +1,4 @@
-"""A study of warm-ups and regularizers: its arms with intervals over seeds, and their paired differences."""
+"""Study of warm-ups and regularizers: its arms with intervals over seeds, and their paired differences."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ARM_COLOUR = {"cold": "muted", "random": "amber", "gotd": "blue"}
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """A directory with study.json."""
+    """Return the part for a directory with study.json."""
     if run.study is None:
         return None
     return ChapterPart("study", [study_finding(run.study)], study_tiles(run.study), study_sections(run.study))
 
 
 def study_question(study: Study) -> tuple[tuple[str, str], tuple[str, str]] | None:
-    """The pair a study's headline is about: GOT-D against the random control, else against the cold start."""
+    """Return the pair of arms in the headline: GOT-D against the random control, else against the cold start."""
     names = {(c["warmup"], c["regularizer"]) for c in study.cells}
     pairs = [
         (("gotd", "plain"), ("random", "plain")),
@@ -37,7 +37,7 @@ def study_question(study: Study) -> tuple[tuple[str, str], tuple[str, str]] | No
 
 
 def study_differences(study: Study) -> list[tuple[str, Interval]]:
-    """(metric, paired difference) of the question, in headline order."""
+    """Return (metric, paired difference) of the question, in headline order."""
     question = study_question(study)
     if question is None:
         return []
@@ -49,7 +49,7 @@ def study_differences(study: Study) -> list[tuple[str, Interval]]:
 
 
 def study_finding(study: Study) -> str:
-    """How the question came out, for the first two metrics."""
+    """Return a sentence that answers the question for the first two metrics."""
     question, differences = study_question(study), study_differences(study)
     if question is None or not differences:
         return f"{len(study.cells)} runs; no two arms share a seed, so nothing can be compared in pairs."
@@ -74,12 +74,12 @@ def study_finding(study: Study) -> str:
 
 
 def arm_name(warmup: str, regularizer: str) -> str:
-    """`gotd`, `ggpo` → `GOT-D warm-up, GGPO`."""
+    """Return an arm's title: `gotd`, `ggpo` → `GOT-D warm-up, GGPO`."""
     return f"{WARMUPS.get(warmup, warmup)}, {REGULARIZERS.get(regularizer, regularizer)}"
 
 
 def arms(study: Study) -> list[tuple[str, str]]:
-    """(warm-up, regularizer) pairs in the order cold, random, gotd × plain, ggpo; others after."""
+    """Return (warm-up, regularizer) pairs in the order cold, random, gotd × plain, ggpo; others after."""
     found = dict.fromkeys((c["warmup"], c["regularizer"]) for c in study.cells)
     order, regs = list(WARMUPS), list(REGULARIZERS)
     return sorted(
@@ -90,7 +90,7 @@ def arms(study: Study) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Contrast:
-    """A seed-paired difference between two arms."""
+    """Seed-paired difference between two arms."""
 
     name: str
     group: str
@@ -98,9 +98,10 @@ class Contrast:
 
 
 def contrasts(study: Study, metric: str) -> list[Contrast]:
-    """Every arm − cold/plain, then what each part adds: GOT-D − random at one regularizer, GGPO − plain at one warm-up.
+    """Compare every arm with cold/plain, then isolate each part: GOT-D − random per regularizer, GGPO − plain per
+    warm-up.
 
-    Pairs of which all differences are exactly zero (the same runs judged twice) are left out.
+    Pairs whose differences are all exactly zero (the same runs evaluated twice) are left out.
     """
     found: list[Contrast] = []
     names = arms(study)
@@ -187,7 +188,7 @@ def study_sections(study: Study) -> list[Section]:
 
 
 def _described(study: Study) -> str:
-    """What each metric was measured on, where the study says so."""
+    """Describe how each metric was measured, if the study records it."""
     said = study.about.get("describe")
     return (
         " ".join(f"{metric_of(k).title.capitalize()}: {v}" for k, v in said.items()) if isinstance(said, dict) else ""
@@ -220,14 +221,14 @@ def _study_notes(study: Study, differences: list[dict[str, str]]) -> list[str]:
 
 
 def study_charts(study: Study, metric: str) -> list[Chart]:
-    """The arms and, beside them at the same height, their paired differences."""
+    """Draw the arms and, next to them at the same height, their paired differences."""
     shown = [c for c in contrasts(study, metric) if c.interval.low is not None]
     height = max(66 + 27 * (len(shown) + len({c.group for c in shown})), 66 + 30 * len(arms(study)))
     return [c for c in (_means(study, metric, height), _differences(shown, metric, height)) if c]
 
 
 def _means(study: Study, metric: str, height: int) -> Chart | None:
-    """Every arm's seeds, mean and interval; filled for plain, hollow for GGPO."""
+    """Draw every arm's seeds, mean and interval; filled: plain, hollow: GGPO."""
     found = {arm: values for arm in arms(study) if (values := list(study.values(*arm, metric).values()))}
     if not found:
         return None
@@ -262,7 +263,7 @@ def _means(study: Study, metric: str, height: int) -> Chart | None:
 
 
 def _differences(shown: list[Contrast], metric: str, height: int) -> Chart | None:
-    """Seed-paired differences with intervals; those that exclude zero in colour."""
+    """Draw seed-paired differences with intervals; those that exclude zero are coloured."""
     if not shown:
         return None
     lower = metric_of(metric).lower

@@ -34,20 +34,20 @@ from flatshift.experiments.statistics.intervals import t_interval
 from flatshift.finetune.evaluate.metrics import metric_of
 
 _TOGETHER = 12
-"""Verdicts that one table at the top has."""
+"""Most verdicts in one table at the top."""
 _PAIRED_MAPS = 4
-"""Pairs of axes for which maps are drawn."""
+"""Most pairs of axes for which maps are drawn."""
 _PAIRS = 6
-"""Values of a paired axis that are named at the top; the table of all settings has all."""
+"""Most values of a paired axis listed at the top; the table of all settings has all."""
 _LOST = 8
-"""Settings whose diverged seeds are counted at the top."""
+"""Most settings whose diverged seeds are counted at the top."""
 _ROWS = 200
-"""Settings that a table of the page lists; points.csv has every cell."""
+"""Most settings in a table of the page; points.csv has every cell."""
 _FAILURES = 50
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """A directory of `flatshift sweep`."""
+    """Return the part for a directory of `flatshift sweep`."""
     if run.sweep is None:
         return None
     analysis = Analysis(run.sweep)
@@ -56,7 +56,7 @@ def part(run: RunResults) -> ChapterPart | None:
 
 
 def sweep_finding(data: SweepData, analysis: Analysis) -> str:
-    """Where the mean test error is lowest, and the verdict along the first axis that was judged."""
+    """Return a sentence on the lowest mean test error and the verdict along the first axis that has one."""
     axis = main_axis(data)
     test, _ = data.error_columns()
     lowest = data.best(test)
@@ -78,8 +78,8 @@ def sweep_finding(data: SweepData, analysis: Analysis) -> str:
 
 
 def one_more(data: SweepData, analysis: Analysis) -> str:
-    """What the next value of each axis does to the lowest point, seed by seed, and on which side of the threshold it
-    lies."""
+    """Describe what the next larger value of each axis changes at the best setting, paired by seed, and on which side
+    of the interpolation threshold that setting is."""
     test, _ = data.error_columns()
     lowest = data.best(test)
     if lowest is None or data.design == "random":
@@ -110,14 +110,14 @@ def one_more(data: SweepData, analysis: Analysis) -> str:
 
 
 def sweep_details(analysis: Analysis) -> str:
-    """The verdicts along the other axes."""
+    """Return the verdicts along the other axes."""
     judged = [d for d in analysis.directions if d.judged][1:]
     said = "; ".join(f"along {formats.axis_name(d.axis)}: {_kinds(d)}" for d in judged)
     return f"{said[:1].upper()}{said[1:]}." if said else ""
 
 
 def _kinds(direction: Direction) -> str:
-    """`double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
+    """Format verdicts: `double descent` for one curve, `2 × double descent, 1 × undecided` for several."""
     kinds = Counter(j.verdict.kind for j in direction.judged)
     if len(direction.judged) == 1:
         return next(iter(kinds))
@@ -125,7 +125,7 @@ def _kinds(direction: Direction) -> str:
 
 
 def sweep_tiles(data: SweepData, analysis: Analysis) -> list[KernelBlock]:
-    """Lowest held-out figure, what no training reaches, threshold and how far the sweep is."""
+    """Return tiles: lowest held-out error, majority baseline, interpolation threshold and progress."""
     axis = main_axis(data)
     test = data.error_columns()[0]
     tiles = []
@@ -155,7 +155,7 @@ def sweep_tiles(data: SweepData, analysis: Analysis) -> list[KernelBlock]:
 
 
 def sweep_sections(data: SweepData, analysis: Analysis) -> list[Section]:
-    """Everything a sweep has to show, the verdicts first."""
+    """Return all sections of a sweep, the verdicts first."""
     sections = [_overview(data, analysis)]
     top = _top(analysis)
     sections += [s for d in analysis.directions if (s := _along(data, d, verdicts=d not in top)) is not None]
@@ -207,13 +207,13 @@ def _overview(data: SweepData, analysis: Analysis) -> Section:
 
 
 def _top(analysis: Analysis) -> list[Direction]:
-    """Those whose verdicts stand at the top: all or, of many verdicts, the first; the others have theirs below."""
+    """Return the directions whose verdicts are at the top: all, or only the first if there are too many verdicts."""
     found = [direction for direction in analysis.directions if direction.judged]
     return found if len(analysis.judged) <= _TOGETHER else found[:1]
 
 
 def _progress(data: SweepData) -> list[str]:
-    """What an unfinished sweep still lacks."""
+    """Describe the cells that an unfinished sweep still lacks."""
     if not data.unfinished:
         return []
     said = f"{data.unfinished:,} of {data.planned or len(data):,} cells have no result yet; this page shows the others"
@@ -224,14 +224,14 @@ def _progress(data: SweepData) -> list[str]:
 
 
 def _together(one: Together) -> str:
-    """That an axis of a paired design moves with the one that is drawn along."""
+    """Note that an axis of a paired design moves with the plotted one."""
     pairs = [f"{formats.axis_value(v)}: {formats.axis_value(other)}" for v, other in one.at.items()]
     shown = ", ".join(pairs[:_PAIRS]) + (", …" if len(pairs) > _PAIRS else "")
     return f"Paired: {one.axis} moves with {one.first} ({shown}); what is seen may come from either."
 
 
 def _lost_notes(data: SweepData) -> list[str]:
-    """How many seeds of a setting diverged, or failed for another reason: curves over the steps lose these seeds."""
+    """Count the seeds of each setting that diverged or failed otherwise: curves over the steps lose these seeds."""
     lost: dict[tuple[Any, ...], list[Failure]] = {}
     for failure in data.failed:
         lost.setdefault(tuple(failure.setting.items()), []).append(failure)
@@ -247,7 +247,7 @@ def _lost_notes(data: SweepData) -> list[str]:
 
 
 def _threshold_notes(analysis: Analysis) -> list[str]:
-    """Whether an axis can show an interpolation peak at all: it must begin above the threshold and end below."""
+    """Note axes that cannot show an interpolation peak: a curve must start above the threshold and end below it."""
     data, axis = analysis.data, main_axis(analysis.data)
     direction = next((d for d in analysis.directions if d.axis == axis), None)
     if direction is None:
@@ -274,7 +274,7 @@ def _threshold_notes(analysis: Analysis) -> list[str]:
 
 
 def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section | None:
-    """Error with verdicts, and loss, along one axis. verdicts: also as a table."""
+    """Build the charts of error and loss along one axis. verdicts: add their table as well."""
     axis, table = direction.axis, direction.table
     named = formats.axis_name(axis)
     first = data.error_columns()[0].partition(".")[2]
@@ -332,14 +332,14 @@ def _along(data: SweepData, direction: Direction, *, verdicts: bool) -> Section 
 
 
 def _limits(direction: Direction, lines: Sequence[Series], kind: str) -> tuple[float, float] | None:
-    """One y range for all settings, so that their charts compare."""
+    """Return one y range for all settings, so that their charts are comparable."""
     curves = [direction.table.curve(line.column, direction.axis, w) for line in lines for w in direction.drawn]
     curves = [[(v, p) for v, p in c if not (direction.axis == STEP and v == 0)] for c in curves]
     return span([c for c in curves if c], zero=kind == "error") if any(curves) else None
 
 
 def _faceted(direction: Direction, lines: Sequence[Series], name: str, title: str, y: str) -> Chart | None:
-    """A small panel for each setting that is drawn."""
+    """Draw a small panel for each chosen setting."""
     panels = [
         Panel(
             formats.setting(where),
@@ -376,7 +376,7 @@ def _random(data: SweepData) -> list[Section]:
 
 
 def _maps(data: SweepData) -> list[Section]:
-    """Rank × steps from the trace, then every pair of numeric axes, and a word axis where it is one of just two."""
+    """Draw rank × steps from the trace, then every pair of numeric axes; word axes only if there are just two axes."""
     if data.design == "random":
         return []
     charts: list[Chart] = []
@@ -416,7 +416,7 @@ def _maps(data: SweepData) -> list[Section]:
 
 
 def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
-    """Train error on clean and on noisy labels: what is learnt and what is learnt by heart."""
+    """Draw train error on clean and on noisy labels: learning compared with memorisation."""
     split = [
         Series("train.error_clean", "blue", "clean"),
         Series("train.error_noisy", "orange", "noisy"),
@@ -458,7 +458,7 @@ def _memorised(data: SweepData, analysis: Analysis) -> list[Section]:
 
 
 def sweep_tables(data: SweepData) -> list[Section]:
-    """All settings, failed cells, and what made them."""
+    """Tabulate all settings, failed cells, and the code versions that produced them."""
     sections = []
     columns = dict.fromkeys([*data.error_columns(), f"{data.judged('loss')}.loss", "train.loss"])
     shown = [c for c in columns if data.has(c)]

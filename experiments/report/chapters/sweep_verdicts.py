@@ -1,4 +1,4 @@
-"""The verdicts of a sweep as a table, what to keep in mind about them, and the effective model complexity."""
+"""Verdicts of a sweep as a table, caveats about them, and the effective model complexity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from flatshift.finetune.errors import UserError
 
 
 def verdict_table(judged: Sequence[AnalysedCurve], epsilon: float) -> Table | None:
-    """One row per judged curve; None without any."""
+    """Build one row per curve with a verdict; None without any."""
     if not judged:
         return None
     rows = [_row(j) for j in judged]
@@ -54,7 +54,7 @@ def _row(judged: AnalysedCurve) -> list[str]:
 
 
 def crossing_words(found: Crossing | None) -> str:
-    """Where the mean train error crosses the threshold, or on which side of it every point lies."""
+    """Format the threshold: the point where the mean train error crosses it, or on which side every point is."""
     if found is None:
         return "–"
     if found.value is None:
@@ -81,11 +81,11 @@ def _number(value: float) -> str:
 
 
 def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
-    """Every setting of the regularizer beside the first one of its axis, on the same seeds, and a sentence for some.
+    """Compare every regularizer setting with the first value of its axis, on the same seeds.
 
-    For those that are drawn, and where there is a peak or a threshold that moves. The first one of an axis is the
-    unregularised one where there is one: `plain`, or a strength of 0. No table where no pair has enough seeds; nothing
-    at all without such an axis.
+    Returns a table and sentences: for drawn settings, and for any with a peak or a moved threshold. The reference is
+    the unregularized value if there is one (`plain`, or a strength of 0). The table is None if no pair has enough
+    seeds; both are empty without such an axis.
     """
     rows, said, drawn = [], [], direction.drawn
     for axis in (a for a in direction.table.axes if a == "regularizer" or a.startswith("regularizer.")):
@@ -125,7 +125,7 @@ def beside_table(direction: Direction) -> tuple[Table | None, list[str]]:
 
 
 def _captioned(table: Table, of_columns: Mapping[str, str], first: str = "") -> Table:
-    """With a caption that speaks of the columns that are there."""
+    """Return the table with a caption that explains only the columns it has."""
     told = [sentence for column, sentence in of_columns.items() if column in table.columns]
     return dataclasses.replace(table, caption=" ".join(filter(None, [first, *told])))
 
@@ -138,10 +138,10 @@ def _beside(curve: Curve, found: CurveComparison) -> list[str]:
 
 
 def short_of(direction: Direction) -> str:
-    """What a verdict along the axis lacks, and what the runs show all the same; empty where nothing is lacking.
+    """Explain what is missing for a verdict along the axis and what the runs show anyway; empty if nothing is missing.
 
-    `a verdict along rank r needs 5 seeds, but rank = 16 is lower than rank = 1 by 0.26, in each of 2 seeds`: the
-    setting with the lowest mean beside the first value of the axis, or beside the last where that is the lowest.
+    `a verdict along rank r needs 5 seeds, but rank = 16 is lower than rank = 1 by 0.26, in each of 2 seeds`: compares
+    the value with the lowest mean with the first value of the axis, or with the last if the first is the lowest.
     """
     tests = [judged.verdict.peak for judged in direction.judged]
     if any(test is not None for test in tests) or not (tests or direction.refused):
@@ -173,7 +173,7 @@ def short_of(direction: Direction) -> str:
 
 
 def verdict_notes(analysis: Analysis) -> list[str]:
-    """How many questions were asked, and what a negative answer is worth."""
+    """Note how many verdicts were tested, and how many would be positive by chance."""
     judged = analysis.judged
     if not judged:
         reasons = list(dict.fromkeys(r for d in analysis.directions for r in d.refused))
@@ -193,13 +193,13 @@ def verdict_notes(analysis: Analysis) -> list[str]:
 
 
 def emc_table(direction: Direction) -> Table | None:
-    """Effective model complexity of every setting, from its curve over the rows of training data; None without one."""
+    """Tabulate each setting's effective model complexity from its sample-wise curve; None without one."""
     if not direction.table.has("train.error"):
         return None
     rows = []
     for where in direction.settings:
         found = direction.table.matrix("train.error", direction.axis, where)
-        try:  # a run that diverged fits nothing, as in a bisection
+        try:  # a diverged run fits nothing, as in a bisection
             emc = emc_from_curve(found.values, np.where(found.diverged, 1.0, found.y), direction.data.epsilon)
         except UserError:  # too few sizes, or no seed that finished at all of them
             continue
@@ -217,7 +217,7 @@ def emc_table(direction: Direction) -> Table | None:
 
 
 def searched_table(data: SweepData) -> Table | None:
-    """Effective model complexity that a bisection found, per point; None where none was made."""
+    """Tabulate the effective model complexity found by bisection, per point; None without a bisection."""
     if not data.searched:
         return None
     rows = []
@@ -236,7 +236,7 @@ def searched_table(data: SweepData) -> Table | None:
 def _complexity(
     value: float | None, low: float | None, high: float | None, side: str, tried: tuple[float, float]
 ) -> str:
-    """`464 (411 to 518)`; sides that are open end at the fewest and the most rows that were tried."""
+    """Format as `464 (411 to 518)`; open sides end at the fewest and the most rows that were tried."""
     first, last = (f"{round(n):,}" for n in tried)
     if side == "before":
         return f"below {first}"

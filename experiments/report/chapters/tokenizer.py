@@ -1,4 +1,4 @@
-"""The page of tokenizers beside one another."""
+"""Page that compares tokenizers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHARES = {"continued_words", "byte_tokens", "single_characters", "unknown"}
 
 
 def part(run: RunResults) -> ChapterPart | None:
-    """A directory of `flatshift tokenizer --out`."""
+    """Return the part for a directory of `flatshift tokenizer --out`."""
     return _part(run.tokenizers) if run.tokenizers else None
 
 
 def page(document: Document) -> str:
-    """The whole page as HTML; everything that came from files or settings is escaped by the template."""
+    """Return the whole page as HTML; the template escapes everything from files and settings."""
     made = _part(document)
     chapter = Chapter(
         name=", ".join(document["tokenizers"]), kind=made.kind, finding=made.findings[0], facts=made.facts,
@@ -87,7 +87,7 @@ def _best(models: Document) -> str:
 
 
 def _models(document: Document) -> Section:
-    """Bits per byte of the small models, scheme by scheme."""
+    """Tabulate the bits per byte of the small models by scheme."""
     models, trained = document["models"], document["trained"]
     first = next(iter(models))
     head = ["scheme", "bits per byte", f"beside {first}", "p", "tokens seen"]

@@ -1,1 +1,1 @@
-"""Charts, one kind a file: figures in, a drawn `Chart` out."""
+"""Charts, one kind per module: each takes results and returns a drawn `Chart`."""

@@ -1,4 +1,4 @@
-"""Error against effective parameters beside error against rank: whether a curve folds once capacity is measured."""
+"""Error against effective parameters, next to error against rank: shows if a curve folds over measured capacity."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CapacityMeasure:
-    """A measure of what an adapter uses: column, name with unit, and how it is counted."""
+    """Measure of the capacity an adapter uses: column, name with unit, and definition."""
 
     column: str
     name: str
@@ -47,7 +47,8 @@ CAPACITIES = (
 
 
 def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> tuple[list[Chart], str]:
-    """(the figures over each recorded measure of capacity, and the measures over `axis`; which settings are drawn)."""
+    """Return (charts of the metrics over each recorded capacity measure and of the first measure over `axis`, a note on
+    which settings are drawn)."""
     measured = [c for c in CAPACITIES if data.has(c.column)]
     kind = data.error_columns()[0].partition(".")[2]
     lines = train_and_test(data, kind)
@@ -57,7 +58,7 @@ def capacity_charts(data: SweepData, axis: str, analysis: Analysis) -> tuple[lis
     every = curves_along(data, axis, measured[0].column)
     drawn = chosen(data, every, PANELS)
     for number, where in enumerate(drawn):
-        # The other measures mostly tell the same; one setting is enough to see it.
+        # The other measures mostly show the same; one setting is enough to see that.
         for capacity in measured if number == 0 else measured[:1]:
             made = [_folded(data, axis, where, capacity, lines, kind, number)]
             made += [_bought(analysis, axis, where, capacity, number)] if capacity is measured[0] else []
@@ -74,7 +75,7 @@ def _folded(
     kind: str,
     number: int,
 ) -> Chart | None:
-    """Figures over mean capacity, the points joined in the order of `axis`, bars both ways."""
+    """Draw metrics over mean capacity, points joined in the order of `axis`, intervals in both directions."""
     across = dict(data.curve(capacity.column, axis, where))
     curves = {line: [(v, p) for v, p in data.curve(line.column, axis, where) if v in across] for line in lines}
     curves = {line: curve for line, curve in curves.items() if len(curve) > 1}
@@ -113,7 +114,7 @@ def _folded(
 def _bought(
     analysis: Analysis, axis: str, where: dict[str, Any], capacity: CapacityMeasure, number: int
 ) -> Chart | None:
-    """Capacity over `axis`: what a larger rank buys."""
+    """Draw capacity over `axis`: the gain from a larger rank."""
     return curve_chart(
         analysis.data,
         axis,
@@ -133,7 +134,7 @@ def _is_log(values: Sequence[float]) -> bool:
 
 
 def _plain_log(ax: Axes, points: Sequence[Interval]) -> None:
-    """A logarithmic x axis whose ticks are plain numbers."""
+    """Set a logarithmic x axis whose ticks are plain numbers."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     low, high = min(p.value for p in points) / 1.25, max(p.value for p in points) * 1.25
@@ -147,7 +148,7 @@ def _plain_log(ax: Axes, points: Sequence[Interval]) -> None:
 
 
 def _cross(ax: Axes, x: Interval, y: Interval, token: str) -> None:
-    """The intervals of one point, level and upright."""
+    """Draw the horizontal and vertical interval of one point."""
     if x.low is not None and x.high is not None:
         ax.plot([x.low, x.high], [y.value] * 2, color=colour(token), linewidth=2.2, alpha=0.4)
     if y.low is not None and y.high is not None:

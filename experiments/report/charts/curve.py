@@ -1,4 +1,4 @@
-"""Curves of a sweep along one axis: train and held-out figures with intervals, the threshold, where a peak lies."""
+"""Curves of a sweep along one axis: train and held-out metrics with intervals, threshold and peak location."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from flatshift.experiments.statistics.emc import Crossing
 
 _SINGLE_RUNS = 400
-"""Single runs are drawn as dots up to so many a chart; more would hide the lines."""
+"""Most single runs drawn as dots in a chart; more would hide the lines."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: a figure, its colour and its name."""
+    """One line of a chart: metric column, colour and name."""
 
     column: str
     token: str
@@ -35,14 +35,14 @@ class Series:
 
 
 def train_and_test(table: SweepTable, kind: str) -> list[Series]:
-    """The train and the held-out line (test, else dev) of a figure, as far as `table` has them."""
+    """Return the train and the held-out line (test, else dev) of a metric, as far as `table` has them."""
     held = "test" if table.has(f"test.{kind}") else "dev"
     lines = [Series(f"train.{kind}", "blue", "train"), Series(f"{held}.{kind}", "orange", held)]
     return [line for line in lines if table.has(line.column)]
 
 
 def unit_of(kind: str) -> str:
-    """What a figure is counted in, for an axis."""
+    """Return the unit of a metric for an axis."""
     return {"error": "error (share wrong)", "loss": "loss (nats)"}.get(kind, metric_of(kind).title)
 
 
@@ -61,9 +61,9 @@ def curve_chart(
     epsilon: float = INTERPOLATION,
     wide: bool = False,
 ) -> Chart | None:
-    """Means over seeds along `axis` with t-intervals and single runs; None if nothing was measured.
+    """Draw means over seeds along `axis` with t-intervals and single runs; None if nothing was measured.
 
-    judged: its location set is shaded, and its verdict goes over the chart. crossing: a dashed line where the mean
+    judged: its peak location is shaded, and its verdict goes above the chart. crossing: a dashed line where the mean
     train error crosses epsilon. limits: of the y axis.
     """
     curves = {line: table.curve(line.column, axis, where) for line in lines}
@@ -71,6 +71,7 @@ def curve_chart(
     if not curves:
         return None
     shown = {v for curve in curves.values() for v, _ in curve}
+    # Step 0, before any training, would rule out a log axis.
     values = [v for v in table.values(axis) if v in shown and not (axis == "step" and v == 0)]
     if not values:
         return None
@@ -117,7 +118,7 @@ def curve_chart(
 
 
 def scatter_chart(data: SweepData, axis: str, lines: Sequence[Series], *, name: str, unit: str) -> Chart | None:
-    """Single cells along one axis of a random design, where no two cells share a setting and there are no means."""
+    """Draw single cells along one axis of a random design, where no two cells share a setting and no mean exists."""
     found = [(line, *data.points(line.column, axis, {})) for line in lines]
     found = [(line, xs, ys) for line, xs, ys in found if xs]
     if not found:
@@ -138,7 +139,7 @@ def scatter_chart(data: SweepData, axis: str, lines: Sequence[Series], *, name: 
 
 
 def span(curves: Any, *, zero: bool) -> tuple[float, float]:
-    """y limits that hold every mean and interval of `curves`, and 0 if asked."""
+    """Return y limits that contain every mean and interval of `curves`, and 0 if `zero`."""
     points = [p for curve in curves for _, p in curve]
     top = max(p.high if p.high is not None else p.value for p in points)
     bottom = min([0.0 if zero else math.inf, *(p.low if p.low is not None else p.value for p in points)])
@@ -151,7 +152,7 @@ def _padded(low: float, high: float) -> tuple[float, float]:
 
 
 def band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: float = 0.16) -> None:
-    """The intervals of a line, where there are any."""
+    """Draw the intervals of a line where they exist."""
     bounded = [(x, p) for x, p in points if p.low is not None and p.high is not None]
     if bounded:
         lows, highs = [p.low or 0.0 for _, p in bounded], [p.high or 0.0 for _, p in bounded]
@@ -159,9 +160,9 @@ def band(ax: Axes, points: Sequence[tuple[float, Interval]], token: str, alpha: 
 
 
 def _mark(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
-    """The interpolation threshold as an upright line with its name."""
+    """Draw the interpolation threshold as a labelled vertical line."""
     x, (first, last) = place.place(value), (min(place.at.values()), max(place.at.values()))
-    left = x < first + 0.3 * (last - first)  # beside the axis there is no room for words
+    left = x < first + 0.3 * (last - first)  # near the y axis the label would not fit on the left
     ax.axvline(x, color=colour("muted"), linewidth=1.3, linestyle=(0, (3, 2)), gid="threshold")
     ax.annotate(
         f"train error = {epsilon:g}",
@@ -176,7 +177,7 @@ def _mark(ax: Axes, place: AxisScale, value: float, epsilon: float) -> None:
 
 
 def _shade(ax: Axes, judged: AnalysedCurve, place: AxisScale) -> list[str]:
-    """Shade where the peak lies at the test's level, halfway to the neighbours; what the caption says of it."""
+    """Shade the peak's location set, halfway to the neighbours; return the sentence for the caption."""
     inside = [v for v in judged.location if v in place.at]
     if not inside:
         return []

@@ -1,4 +1,4 @@
-"""Training dynamics of a sweep: what was recorded along the steps, one panel per setting, one line per rank."""
+"""Training dynamics of a sweep: quantities recorded along the steps, one panel per setting, one line per rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = ("orange", "blue", "green", "purple", "amber")
 
 @dataclass(frozen=True)
 class Quantity:
-    """Something recorded along the steps: column, y title with unit, chart title, the level to mark."""
+    """Quantity recorded along the steps: column, y title with unit, chart title, level to mark."""
 
     column: str
     unit: str
@@ -32,7 +32,7 @@ class Quantity:
 
 
 def quantities(trace: SweepTable, stability: float) -> list[Quantity]:
-    """What there is to draw, those that were recorded only. stability: threshold of the sharpness, for the caption."""
+    """Return the recorded quantities. stability: threshold of the sharpness, for the caption."""
     error, loss = (next((s for s in ("test", "dev") if trace.has(f"{s}.{k}")), "test") for k in ("error", "loss"))
     known = [
         Quantity("train.loss", "training loss (nats)", "Training loss along the steps"),
@@ -63,7 +63,7 @@ def quantities(trace: SweepTable, stability: float) -> list[Quantity]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which axis the lines, the rows and the columns of panels show; figures are made for settings of the rest."""
+    """Axes shown as lines, rows and columns of panels; each setting of the remaining axes gets its own figure."""
 
     lines: str | None
     rows: str | None
@@ -72,7 +72,7 @@ class _Layout:
 
 
 def dynamics(data: SweepData) -> list[Chart]:
-    """One figure per quantity and setting of the axes that neither lines nor panels show; nothing without a trace."""
+    """Draw one figure per quantity and setting of the axes that neither lines nor panels show; none without a trace."""
     if data.trace is None:
         return []
     layout = _layout(data)
@@ -85,7 +85,7 @@ def dynamics(data: SweepData) -> list[Chart]:
 
 
 def _layout(data: SweepData) -> _Layout:
-    """Lines by rank, learning rates down, words across; a random design has one panel with the mean of all cells."""
+    """Assign ranks to lines, learning rates to rows, words to columns; a random design has one panel, its mean."""
     if data.design == "random":
         return _Layout(None, None, None, [])
     lines = main_axis(data)
@@ -110,7 +110,7 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
             held = {**where, **at, **({layout.lines: level} if layout.lines else {})}
             name = formats.axis_value(level) if layout.lines else "mean"
             curve = trace.curve(quantity.column, STEP, held)
-            if curve:  # none where every run failed before it looked
+            if curve:  # none if every run failed before its first record
                 lines.append(LineSeries(name, token, curve))
         panels.append(Panel(formats.setting(at) or "all cells", lines))
     caption = "Means over seeds; bands: 95 % t-intervals." if trace.seeds > 1 else "One seed: no interval can be given."
@@ -129,5 +129,5 @@ def _figure(trace: SweepTable, quantity: Quantity, layout: _Layout, where: dict[
         caption=caption,
         legend=formats.axis_name(layout.lines) if layout.lines else "",
         rule=quantity.rule,
-        linear=quantity.column.endswith(("loss", "error")),  # a bump must look as high as it is
+        linear=quantity.column.endswith(("loss", "error")),  # keep the true height of a bump
     )

@@ -1,7 +1,7 @@
 """Small multiples: one figure of many panels with the same axes and the same lines.
 
-Everything is drawn in px on one sheet, lines of one colour as one path: an axes object per panel costs matplotlib more
-time than all else on a page.
+Everything is drawn in px on one axes, lines of one colour as one path: one matplotlib axes per panel would take longer
+than the rest of the page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 _LEFT, _RIGHT, _GAP, _HEAD, _FOOT, _ROW = 58, 20, 38, 48, 24, 150
-"""px: beside the panels, between columns, above, below, and a panel's own height with its title and ticks."""
+"""Pixels left and right of the panels, between columns, above, below, and per panel with title and ticks."""
 
 Point = tuple[float, float]
 
@@ -55,13 +55,14 @@ def facets(
     rule: float | None = None,
     linear: bool = False,
 ) -> Chart | None:
-    """All `panels` on one figure, row by row, with shared axes; None without two axis values anywhere.
+    """Draw all `panels` in one figure, row by row, with shared axes; None with fewer than two axis values in total.
 
-    legend: what the lines are, before their names. rule: a level that a dashed line marks in every panel.
-    The y axis is logarithmic where positive means span a factor of 50, unless it is to be `linear`.
+    legend: title in front of the line names. rule: a level marked by a dashed line in every panel. The y axis is
+    logarithmic if positive means span a factor of 50, unless `linear`.
     """
     panels = [panel for panel in panels if any(line.points for line in panel.lines)]
     values = list(dict.fromkeys(v for panel in panels for line in panel.lines for v, _ in line.points))
+    # Step 0, before any training, would rule out a log axis.
     values = [v for v in values if not (axis == "step" and v == 0)]
     if len(values) < 2:
         return None
@@ -110,7 +111,7 @@ def facets(
 
 @dataclass(frozen=True)
 class _Level:
-    """The y axis: its limits, whether it is logarithmic, and its ticks."""
+    """y axis: limits, log flag and ticks."""
 
     low: float
     high: float
@@ -118,7 +119,7 @@ class _Level:
     ticks: Sequence[float]
 
     def share(self, value: float) -> float:
-        """Where a value stands, 0 at the lower limit and 1 at the upper one; cut there."""
+        """Return the relative position of a value: 0 at the lower limit, 1 at the upper; clipped."""
         if self.log:
             share = math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         else:
@@ -128,7 +129,7 @@ class _Level:
 
 @dataclass(frozen=True)
 class _Box:
-    """A panel's place in px from the lower left of the figure."""
+    """Position of a panel in px from the lower left of the figure."""
 
     left: float
     bottom: float
@@ -141,7 +142,7 @@ class _Box:
 
 @dataclass
 class _Sheet:
-    """What is drawn, by kind and colour, in px."""
+    """Shapes to draw, by kind and colour, in px."""
 
     grid: list[list[Point]] = field(default_factory=list)
     frame: list[list[Point]] = field(default_factory=list)
@@ -153,7 +154,7 @@ class _Sheet:
         points = [(across[v], p) for v, p in line.points if v in across]
         if not points:
             return
-        if len(points) == 1:  # a short stroke, for a path of one point is not seen
+        if len(points) == 1:  # a short stroke: a path of one point is invisible
             points = [(points[0][0] - 3, points[0][1]), (points[0][0] + 3, points[0][1])]
         self.lines.setdefault(line.token, []).append([(x, box.y(level.share(p.value))) for x, p in points])
         bounded = [(x, p.low, p.high) for x, p in points if p.low is not None and p.high is not None]
@@ -163,7 +164,7 @@ class _Sheet:
             self.bands.setdefault(line.token, []).append([*upper, *lower])
 
     def draw(self, canvas: Canvas) -> None:
-        """Put everything on one invisible axes as large as the figure."""
+        """Draw everything on one invisible axes that covers the figure."""
         ax = canvas.figure.add_axes((0, 0, 1, 1))
         ax.set_axis_off()
         ax.set_xlim(0, canvas.width)
@@ -178,7 +179,7 @@ class _Sheet:
 
 
 def _path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
-    """Many open lines, or filled polygons, as one path."""
+    """Draw many open lines or filled polygons as one path."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -188,11 +189,11 @@ def _path(ax: Axes, parts: Sequence[Sequence[Point]], **style: Any) -> None:
     codes = [Path.MOVETO if i == 0 else Path.LINETO for part in parts for i in range(len(part))]
     path = Path(vertices, codes)
     path.should_simplify = False
-    ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # `add_patch` would look for new limits
+    ax.add_artist(PathPatch(path, **{"facecolor": "none", **style}))  # `add_patch` would change the limits
 
 
 def _level(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _Level:
-    """Limits that hold all means, and intervals as far as they stay within one range of the means."""
+    """Return an axis that contains all means, and intervals up to one range of the means beyond them."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     means = [p.value for p in points] + ([rule] if rule is not None else [])
@@ -208,7 +209,7 @@ def _level(points: Sequence[Interval], rule: float | None, *, linear: bool) -> _
 
 
 def _legend(canvas: Canvas, panels: Sequence[Panel], legend: str) -> None:
-    """Names of the lines in their colours, in one row above the panels."""
+    """Write the line names in their colours, in one row above the panels."""
     names = list({line.name: line.token for panel in panels for line in panel.lines}.items())
     if len(names) < 2 and not legend:
         return
@@ -223,12 +224,12 @@ def _legend(canvas: Canvas, panels: Sequence[Panel], legend: str) -> None:
 
 _BASES = (2, 4, 10, 16, 100, 256)
 _CHARACTER = 7.2
-"""Width of a digit of a tick label in px, a little generous."""
+"""Width of a digit of a tick label in px, rounded up."""
 
 
 @dataclass(frozen=True)
 class AxisScale:
-    """x positions of axis values: log₂ of positive numbers that span a factor of 8, words in their order."""
+    """x positions of axis values: log₂ if positive numbers span a factor of 8; words by their order."""
 
     axis: str
     values: tuple[Any, ...]
@@ -237,15 +238,15 @@ class AxisScale:
 
     @property
     def title(self) -> str:
-        """The axis' name with its unit and kind."""
+        """Return the axis' name with its unit and kind."""
         return formats.axis_name(self.axis) + (" (log scale)" if self.log else "")
 
     def place(self, value: float) -> float:
-        """x position of a number that need not be one of the values."""
+        """Return the x position of any number, which need not be one of the values."""
         return math.log2(value) if self.log else value
 
     def ticks(self, width: float) -> list[Any]:
-        """Values to write below `width` px: all that fit, else powers of a base, else every k-th."""
+        """Return the values to print along `width` px: all if they fit, else powers of a base, else every k-th."""
         if self.log:
             regular = [[v for v in self.values if _is_power(v, base)] for base in _BASES]
         else:
@@ -271,7 +272,7 @@ class AxisScale:
 
 
 def scale(axis: str, values: Sequence[Any]) -> AxisScale:
-    """The scale of an axis with these values, in their order; None and words count as words."""
+    """Build the scale of an axis with these values, in their order; None and words count as words."""
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     if numeric and min(values) > 0 and max(values) / min(values) >= 8:
         return AxisScale(axis, tuple(values), {v: math.log2(v) for v in values}, log=True)

@@ -29,9 +29,9 @@ def heat_maps(
     epsilon: float,
     wide: bool = False,
 ) -> list[Chart]:
-    """Mean of each figure over the values of two axes, one map each, all on one scale of colour.
+    """Draw the mean of each metric over the values of two axes, one map each, all with one colour scale.
 
-    The contour of train error = ε is drawn on every map where the train error lies on both sides of it.
+    The contour of train error = ε is drawn on every map if the train error is on both sides of it.
     """
     import numpy as np
 
@@ -113,7 +113,7 @@ def _map(
 
 
 def _share(grid: np.ndarray, limits: tuple[float, float]) -> np.ndarray:
-    """Figures as shares 0–1 of the way from the lowest to the highest."""
+    """Scale values to 0–1 between the lowest and the highest."""
     low, high = limits
     return (grid - low) / (high - low) if high > low else grid * 0.0
 
@@ -123,7 +123,7 @@ def _alpha(level: int) -> float:
 
 
 def _shades(ax: Axes, share: np.ndarray) -> None:
-    """The cells, those of one shade as one path."""
+    """Draw the cells, those of one shade as one path."""
     import numpy as np
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -141,7 +141,7 @@ def _shades(ax: Axes, share: np.ndarray) -> None:
 
 
 def _write(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
-    """The figures into the cells, and a frame around the lowest one."""
+    """Write the values into the cells and frame the lowest one."""
     import numpy as np
     from matplotlib.patches import Rectangle
 
@@ -166,13 +166,13 @@ def _write(ax: Axes, grid: np.ndarray, *, lowest: bool) -> None:
 
 
 def _contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
-    """The line train error = ε through the cells' centres, carried on to the border; whether there is one."""
+    """Draw the line train error = ε through the cell centres up to the border; return True if it was drawn."""
     import numpy as np
 
     finite = fitted[np.isfinite(fitted)]
     if min(fitted.shape) < 2 or not len(finite) or not finite.min() <= epsilon < finite.max():
         return False
-    # The cells' means stand at their centres; the outer half cells repeat them.
+    # Means are at the cell centres; the outer half cells repeat them.
     padded = np.pad(fitted, 1, mode="edge")
     high, wide = fitted.shape
     at_x = np.concatenate([[0.0], np.arange(wide) + 0.5, [wide]])
@@ -185,7 +185,7 @@ def _contour(ax: Axes, fitted: np.ndarray, epsilon: float) -> bool:
 
 
 def _bar(canvas: Canvas, limits: tuple[float, float], x: float, bottom: float, top: float) -> None:
-    """The scale of colour beside a map, from `bottom` to `top` px."""
+    """Draw the colour scale next to a map, from `bottom` to `top` px."""
     from matplotlib.patches import Rectangle
 
     ax = canvas.figure.add_axes(

@@ -1,4 +1,4 @@
-"""Rows with intervals: a dot with its bar on each row, and what it says at the right."""
+"""Rows with intervals: a dot with its bar on each row, and a text at the right."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from flatshift.experiments.report.formats import effect
 
 @dataclass(frozen=True)
 class IntervalRow:
-    """One figure."""
+    """One value with its interval."""
 
     name: str
     value: float
     low: float | None
     high: float | None
     said: str
-    """What stands at its right."""
+    """Text at its right."""
     token: str
-    """Its colour."""
     hollow: bool = False
     singles: Sequence[float] = ()
     """Single values, drawn as small dots below it."""
@@ -43,9 +42,9 @@ def interval_chart(
     rule: float | None = None,
     note: tuple[str, str] | None = None,
 ) -> Chart:
-    """The rows from the top; a text among them is a heading.
+    """Draw the rows from top to bottom; a text among them is a heading.
 
-    zero: a line at 0, which differences are read against. rule: a level that a dashed line marks. note: (text, colour)
+    zero: draw a line at 0, the reference of differences. rule: a level marked by a dashed line. note: (text, colour)
     below the axis.
     """
     with Canvas(width, height) as canvas:
@@ -82,8 +81,10 @@ def corrected_effects(
     scale: float,
     lower_is_better: bool,
 ) -> Chart:
-    """(name, {value, low, high, p_holm}, hollow) as rows, times `scale`; in colour where Holm's correction leaves p
-    below 0.05 (blue better, orange worse)."""
+    """Draw (name, {value, low, high, p_holm}, hollow) as rows, multiplied by `scale`.
+
+    Rows whose Holm-corrected p is below 0.05 are coloured (blue better, orange worse).
+    """
     rows = []
     for name, found, hollow in effects:
         p, better = found["p_holm"], (found["value"] < 0) == lower_is_better
@@ -98,13 +99,13 @@ def corrected_effects(
 
 
 def horizontal(ax: Any) -> None:
-    """Upright grid lines only, as rows are read across."""
+    """Draw vertical grid lines only, because rows are read across."""
     ax.grid(axis="x")
     ax.grid(visible=False, axis="y")
 
 
 def draw_row(ax: Any, row: IntervalRow, y: float) -> None:
-    """A dot on row `y` with its interval as a bar, its single values, and what it says."""
+    """Draw a dot on row `y` with its interval as a bar, its single values, and its text."""
     token = colour(row.token)
     if row.low is not None and row.high is not None and math.isfinite(row.low) and math.isfinite(row.high):
         ax.plot([row.low, row.high], [y, y], color=token, linewidth=3, alpha=0.45, solid_capstyle="round")
@@ -116,7 +117,7 @@ def draw_row(ax: Any, row: IntervalRow, y: float) -> None:
 
 
 def say(ax: Any, y: float, text: str, token: str, **style: Any) -> None:
-    """A text at the right end of row `y`."""
+    """Write a text at the right end of row `y`."""
     ax.annotate(
         text, (1, y), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points", va="center",
         color=colour(token), **style,
@@ -124,6 +125,6 @@ def say(ax: Any, y: float, text: str, token: str, **style: Any) -> None:
 
 
 def label_rows(ax: Any, labels: Sequence[str]) -> None:
-    """Rows 0, 1, … from the top with these names at their left."""
+    """Label rows 0, 1, … from the top at their left."""
     ax.set_ylim(len(labels) - 0.4, -0.6)
     ax.set_yticks(range(len(labels)), labels, color=colour("ink"))

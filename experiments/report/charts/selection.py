@@ -1,4 +1,4 @@
-"""Charts of a selection: scores, the mix of domains, where it lies, and how it changes the distance to the target."""
+"""Charts of a selection: scores, mix of domains, map, and its effect on the distance to the target."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatshift.experiments.results.run import SelectionResults
 
 
 def histogram(selection: SelectionResults) -> Chart | None:
-    """Scores of the pool, the chosen part filled, the threshold marked."""
+    """Draw the pool's scores with the selected part filled and the threshold marked."""
     import numpy as np
 
     score, chosen = selection.scores
@@ -58,7 +58,7 @@ def histogram(selection: SelectionResults) -> Chart | None:
 
 
 def domain_mix(selection: SelectionResults) -> Chart | None:
-    """Share of each domain in the pool and in the selection."""
+    """Draw the share of each domain in the pool and in the selection."""
     counts = selection.domains
     pool, taken = sum(p for p, _ in counts.values()), sum(t for _, t in counts.values())
     if len(counts) < 2 or not taken:
@@ -92,7 +92,7 @@ def domain_mix(selection: SelectionResults) -> Chart | None:
 
 
 def projection_map(selection: SelectionResults) -> Chart | None:
-    """Pool, selection and target in the plane of map.parquet."""
+    """Draw pool, selection and target in the plane of map.parquet."""
     points = selection.points
     if not points or not points["x"]:
         return None
@@ -141,19 +141,19 @@ _COLOURS = {"selection": "blue", "random": "orange"}
 
 
 def other_arm(found: dict[str, Any]) -> str:
-    """What stands beside selection and random draw: "rounds" or "one step"."""
+    """Return the third arm besides selection and random draw: "rounds" or "one step"."""
     return next(name for name in found["fitted"] if name not in _COLOURS)
 
 
 def relative(found: dict[str, Any], arm: str, place: int) -> list[float]:
-    """One number for each split at the λ of this place: the change as a share of the distance before."""
+    """Return the change at the λ with index `place`, as a share of the distance before, one number per split."""
     return [
         values[place] / before for values, before in zip(found["held_out"][arm], found["held_distance"], strict=True)
     ]
 
 
 def distance_change(found: dict[str, Any]) -> Chart:
-    """Lines over λ: what the scores promise, and what each arm does to halves of the target that it did not see."""
+    """Draw the promised change over λ, and the change each arm causes on held-out halves of the target."""
     shares, distance = found["shares"], found["distance"]
     held = found["held_out"]
     with Canvas(WIDE, 330) as canvas:
@@ -185,7 +185,7 @@ def distance_change(found: dict[str, Any]) -> Chart:
             ax.plot([0, *shares], [0, *line], color=colour(token), linewidth=2.2, marker="o", markersize=5)
             drawn += line
             ends.append((1.0, line[-1], arm if arm != "random" else "random draw", token))
-        # The promise is a straight line that may leave the picture: what was measured decides the scale.
+        # The promised line is straight and may leave the chart: the measured values set the scale.
         low, high = min(drawn), max(drawn)
         room = 0.12 * max(high - low, 1.0)
         ax.set_ylim(min(low, max(promised[-1], 2 * low)) - room, high + room)

@@ -1,4 +1,4 @@
-"""Charts of a neighbourhood: the mean rise over the noise, and slices along one and two random directions."""
+"""Charts of the loss around the weights: mean rise over noise, and slices along one and two random directions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flatshift.experiments.report import formats
 from flatshift.experiments.report.figure import Canvas, Chart, colour, label_ends
 
 SPACES = {"adapter": ("adapter", "blue"), "full": ("full weights", "orange")}
-"""Space: (name for a reader, colour token)."""
+"""Space: (displayed name, colour token)."""
 _RISE = "rise_sigma_"
 
 
 def rise(measures: dict[str, dict[str, Any]], *, loss_unit: str) -> Chart | None:
-    """E[L(w+ε)] − L(w) over σ, one line per space, with intervals; None with fewer than two values of σ."""
+    """Draw E[L(w+ε)] − L(w) over σ, one line per space, with intervals; None with fewer than two values of σ."""
     curves = {
         space: sorted(
             (float(name.removeprefix(_RISE)), cell)
@@ -54,7 +54,7 @@ def rise(measures: dict[str, dict[str, Any]], *, loss_unit: str) -> Chart | None
 
 
 def line(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart:
-    """The loss along each random direction, and their mean."""
+    """Draw the loss along each random direction, and their mean."""
     name, token = SPACES[space]
     at, losses = found["at"], found["losses"]
     rows = [[math.nan if value is None else value for value in row] for row in losses]
@@ -81,7 +81,8 @@ def line(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart:
 
 
 def plane(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart | None:
-    """Levels of the loss in the plane of two random directions; None if too much of it is not finite."""
+    """Draw contours of the loss in the plane of two random directions; None if any value is not finite or all are
+    equal."""
     import numpy as np
 
     name, token = SPACES[space]
@@ -90,7 +91,7 @@ def plane(space: str, found: dict[str, Any], *, loss_unit: str) -> Chart | None:
     finite = losses[np.isfinite(losses)]
     if len(finite) < losses.size or finite.max() == finite.min():
         return None
-    # Levels at even shares of the grid's points: close together where the loss is flat, and no one peak decides.
+    # Levels at even quantiles of the grid: close together where the loss is flat, and not set by a single peak.
     levels = np.unique(np.quantile(finite, np.linspace(0, 1, 9)))
     with Canvas(540, 430) as canvas:
         ax = canvas.axes(

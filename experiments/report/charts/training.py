@@ -1,4 +1,4 @@
-"""Charts of a training run: the loss of each stage, what else was logged with every update, and its evaluation."""
+"""Charts of a training run: loss of each stage, other per-step metrics, and the evaluation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KNOWN = {"stage", "attempt", "step", "split", "loss", "tokens", "lr", "time_s",
 
 
 def _running_mean(values: list[float], width: int) -> list[float]:
-    """Centred mean over at most `width` values, shorter at the ends."""
+    """Return the centred mean over at most `width` values, fewer at the ends."""
     half = width // 2
     return [
         math.fsum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i - half) : i + half + 1])
@@ -27,7 +27,7 @@ def _running_mean(values: list[float], width: int) -> list[float]:
 
 
 def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart]:
-    """One loss chart per stage: train as drawn, its running mean, dev and test points."""
+    """Draw one loss chart per stage: train loss, its running mean, dev and test points."""
     charts = []
     shown = [s for s in metrics.stages if any(metrics.series(s, split, "loss") for split in SPLIT_COLOUR)]
     width = WIDE if len(shown) == 1 else 540
@@ -83,7 +83,7 @@ def training(metrics: Metrics, *, loss_unit: Callable[[str], str]) -> list[Chart
 
 @dataclass(frozen=True)
 class _OfAnswers:
-    """A chart of what is judged of pairs of answers; `lines`: label and colour of each metric, dotted: a level."""
+    """Chart of preference metrics; `lines`: label and colour of each metric, `dotted`: level of a reference line."""
 
     name: str
     title: str
@@ -114,8 +114,10 @@ _OF_ANSWERS = (
 
 
 def preferences(metrics: Metrics) -> list[Chart]:
-    """What held-out answers are worth to the model along the steps: rewards of both sides, pairs in the right order,
-    and how far answers are from the backbone; nothing where no stage was judged by them."""
+    """Draw preference metrics on dev along the steps: rewards of both sides, accuracy, distance from the base model.
+
+    Empty if no stage was evaluated on preferences.
+    """
     charts = []
     for stage in metrics.stages:
         for drawn in _OF_ANSWERS:
@@ -141,11 +143,11 @@ def preferences(metrics: Metrics) -> list[Chart]:
 
 
 _TOKENS = ("blue", "orange", "green", "purple", "amber", "ink")
-"""Colours of overlaid runs, in turn; from the seventh on lines are dashed."""
+"""Colours of overlaid runs, in turn; from the seventh on, lines are dashed."""
 
 
 def overlaid(curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, split: str, unit: str) -> Chart | None:
-    """The losses of several runs over the updates of a stage, a line each; None where fewer than two have any."""
+    """Draw the losses of several runs over the steps of a stage; None if fewer than two have any."""
     shown = {name: [(t, v) for t, v in curve if math.isfinite(v)] for name, curve in curves.items()}
     shown = {name: curve for name, curve in shown.items() if curve}
     if len(shown) < 2:
@@ -178,7 +180,7 @@ def overlaid(curves: Mapping[str, Sequence[tuple[int, float]]], *, stage: str, s
 
 
 def small_multiples(metrics: Metrics) -> list[Chart]:
-    """Learning rate and whatever else the loop and the regularizer logged per update, one small chart each."""
+    """Draw the learning rate and every other per-step metric of loop and regularizer, one small chart each."""
     charts = []
     for stage in metrics.stages:
         names = dict.fromkeys(k for ln in metrics.lines if ln["stage"] == stage and ln["split"] == "train" for k in ln)
@@ -212,18 +214,18 @@ def small_multiples(metrics: Metrics) -> list[Chart]:
 
 
 def _is_dull(values: list[float]) -> bool:
-    """A constant or a counter, which say nothing when drawn."""
+    """Return True for a constant or a plain counter, which are not worth a chart."""
     steps = {b - a for a, b in pairwise(values)}
     return steps == {0} or (len(steps) == 1 and all(v == int(v) for v in values))
 
 
 def _in_units(unit: float) -> Callable[[float, float], str]:
-    """A tick formatter that shows multiples of `unit`."""
+    """Return a tick formatter that shows multiples of `unit`."""
     return lambda value, _position: f"{value / unit:g}"
 
 
 def _power(top: float) -> int:
-    """Power of ten to take out of tick labels: 0 between 0.01 and 10⁴."""
+    """Return the power of ten to take out of tick labels: 0 between 0.01 and 10⁴."""
     return 0 if top == 0 or 0.01 <= top < 1e4 else math.floor(math.log10(top))
 
 
@@ -236,7 +238,7 @@ def capitalised(text: str) -> str:
 
 
 def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) -> list[Chart]:
-    """Dots with intervals: shares (accuracy, F1 …) on one axis with the majority floor, others on their own."""
+    """Draw dots with intervals: shares (accuracy, F1 …) on one axis with the majority baseline, others separately."""
     metrics = list(
         dict.fromkeys(m for split in tree.values() for m in split if m in METRICS and not METRICS[m].is_floor)
     )
@@ -244,7 +246,7 @@ def evaluation(tree: dict[str, dict[str, dict[str, Any]]], *, loss_unit: str) ->
     groups = [("shares", shares)] if shares else []
     groups += [(m, [m]) for m in metrics if m not in shares]
     floors = {s: t["majority_floor"]["value"] for s, t in tree.items() if "majority_floor" in t}
-    # Charts beside each other have one height: that of the one with most rows.
+    # Charts side by side share one height: that of the one with most rows.
     longest = max(
         (sum(m in t for m in members for t in tree.values()) + len(members) for _, members in groups), default=0
     )

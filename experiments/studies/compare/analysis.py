@@ -1,4 +1,4 @@
-"""From results to the document: endpoints, intervals, corrected p-values, floors, costs."""
+"""Analysis of a comparison: endpoints, intervals, corrected p-values, majority baselines, costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BySeed = dict[int, float]
 
 
 def analyse(plan: Plan, outcome: Outcome) -> dict[str, Any]:
-    """comparison.json: everything that the page shows."""
+    """Return the contents of comparison.json: everything on the page."""
     study = plan.study
     tables = {task: _task(plan, outcome, task) for task in study.tasks}
     counted = [task for task in study.tasks if plan.counts(task)]
@@ -68,7 +68,7 @@ def _all_results(outcome: Outcome) -> Any:
 
 
 def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
-    """Majority floor of a task's test rows; None where there are no classes."""
+    """Return the majority baseline of a task's test rows; None without classes."""
     if not plan.classifies(task):
         return None
     for (_, where), results in outcome.finals.items():
@@ -79,7 +79,7 @@ def _floor(plan: Plan, outcome: Outcome, task: str) -> float | None:
 
 
 def _values(plan: Plan, outcome: Outcome, task: str, results: Sequence[Result], metric: str | None = None) -> BySeed:
-    """A metric by seed; a diverged run has the majority floor for its accuracy, and no value of other metrics."""
+    """Return a metric by seed; a diverged run gets the majority baseline as accuracy, and no value of other metrics."""
     wanted = metric or plan.metric(task)
     found = {}
     for result in results:
@@ -187,7 +187,7 @@ def _method(
 
 
 def endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
-    """Seed by seed the mean over `tasks` of (ours − base), with its interval and p."""
+    """Compute the mean over `tasks` of (ours − base) seed by seed, with its interval and p."""
     if not tasks or ours == base:
         return None
     mine, theirs = (
@@ -197,7 +197,7 @@ def endpoint(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence
 
 
 def _over_tasks(mine: Mapping[str, BySeed], theirs: Mapping[str, BySeed]) -> tuple[BySeed, BySeed]:
-    """Means over tasks by seed, of the seeds that every task has on both sides."""
+    """Return means over tasks by seed, for the seeds that every task has on both sides."""
     seeds = set.intersection(*(set(side[t]) for side in (mine, theirs) for t in side))
     a, b = (
         {seed: math.fsum(values[seed] for values in side.values()) / len(side) for seed in sorted(seeds)}
@@ -207,7 +207,8 @@ def _over_tasks(mine: Mapping[str, BySeed], theirs: Mapping[str, BySeed]) -> tup
 
 
 def _equal_time(plan: Plan, outcome: Outcome, name: str, tasks: Sequence[str]) -> dict[str, Any] | None:
-    """The endpoint with the shorter runs; None where the method's step costs about what the baseline's does."""
+    """Compute the endpoint with the shorter runs; None if a step of the method costs about as much as the
+    baseline's."""
     if not tasks or any((name, task) not in outcome.equal_time for task in tasks):
         return None
     base = plan.study.baseline
@@ -217,7 +218,8 @@ def _equal_time(plan: Plan, outcome: Outcome, name: str, tasks: Sequence[str]) -
 
 
 def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None:
-    """ln(sharpness ÷ the baseline's) over tasks and seeds: mean and interval of the ratio; None without a measure."""
+    """Compute the ratio of sharpness to the baseline's over tasks and seeds, from ln: mean and interval; None if not
+    measured."""
     base = plan.study.baseline
     logs = []
     for task in plan.study.runs_on(name):
@@ -237,8 +239,10 @@ def _sharpness(plan: Plan, outcome: Outcome, name: str) -> dict[str, Any] | None
 
 
 def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequence[str]) -> dict[str, Any] | None:
-    """95 % percentile interval of the endpoint over resampled seeds × test items (the same for both sides); None for
-    another than accuracy, which is no mean over items."""
+    """Compute the endpoint's 95 % percentile interval over resampled seeds × test items (the same for both sides).
+
+    None for metrics other than accuracy, which are not means over items.
+    """
     if any(plan.metric(task) != "accuracy" for task in tasks):
         return None
     count = min(len(outcome.finals[ours, tasks[0]]), len(outcome.finals[base, tasks[0]])) if tasks else 0
@@ -261,14 +265,14 @@ def _bootstrap(plan: Plan, outcome: Outcome, ours: str, base: str, tasks: Sequen
 
 
 def _control(plan: Plan, outcome: Outcome, control: str, of: str, informative: Sequence[str]) -> dict[str, Any]:
-    """method − control on the seeds and tasks that both have."""
+    """Compute method − control on the seeds and tasks that both have."""
     study = plan.study
     tasks = [t for t in informative if t in study.runs_on(control) and t in study.runs_on(of)]
     return {"method": of, "control": control, "difference": endpoint(plan, outcome, of, control, tasks), "tasks": tasks}
 
 
 def _trials(plan: Plan, outcome: Outcome, pair: tuple[str, str]) -> dict[str, Any]:
-    """One row of the tuning table."""
+    """Return one row of the tuning table."""
     runs = outcome.trials[pair]
     chosen = outcome.chosen[pair]
     return {
@@ -285,7 +289,7 @@ def _trials(plan: Plan, outcome: Outcome, pair: tuple[str, str]) -> dict[str, An
 
 
 def protocol(study: Comparison) -> list[str]:
-    """The protocol in the words that the page and the results file carry, in order."""
+    """Return the protocol as sentences for the page and the results file, in order."""
     confirmatory = [name for name, method in study.methods.items() if method.confirmatory and name != study.baseline]
     what, tasks, judged, floor, diverged = _by_metric(study.metric)
     return [
@@ -313,7 +317,8 @@ def protocol(study: Comparison) -> list[str]:
 
 
 def _by_metric(name: str) -> tuple[str, str, str, str, str]:
-    """The endpoint's metric, its tasks, what judges trials, which tasks need no floor, what a diverged run is."""
+    """Return the endpoint's metric, its tasks, the metric of trials, tasks without a baseline, and the diverged-run
+    rule."""
     if name == "auto":
         return (
             "accuracy", "informative classification tasks", "the task's metric", "",
@@ -329,7 +334,7 @@ def _by_metric(name: str) -> tuple[str, str, str, str, str]:
 
 
 def _again(study: Comparison) -> str:
-    """What happens to the best trials before one is chosen."""
+    """Describe the further runs of the best trials before one is chosen."""
     further = study.tuning_seeds[1:]
     if not further:
         return "."

@@ -1,7 +1,8 @@
-"""From a recipe's `comparison` block to cells, each a resolved recipe with a key; what is wrong is refused here.
+"""Plan of a comparison: turn a recipe's `comparison` block into cells, each a resolved recipe with a key, and reject
+bad input.
 
-A task's file marks its rows by `split`. They are written apart once, beside the cells, so that a cell is a recipe like
-any other: `flatshift train` of its recipe.resolved.yaml is the same run.
+A task's file marks its rows by `split`. They are written to separate files once, next to the cells, so that a cell is
+an ordinary recipe: `flatshift train` of its recipe.resolved.yaml is the same run.
 """
 
 from __future__ import annotations
@@ -48,12 +49,12 @@ class ComparisonRun:
 
     @property
     def judged(self) -> Judged:
-        """Which rows it is judged on: trials never see test rows."""
+        """Rows it is evaluated on: trials never see test rows."""
         return "validation" if self.kind == "trial" else "test"
 
 
 class Plan:
-    """The cells of one comparison; everything about it that can be wrong is found here, before any runs."""
+    """Cells of one comparison; all input errors are found here, before any runs."""
 
     def __init__(
         self,
@@ -65,10 +66,11 @@ class Plan:
         methods: Sequence[str] = (),
         tasks: Sequence[str] = (),
     ) -> None:
-        """
+        """Plan the comparison.
+
         Args:
             reference: recipe file or shipped name with a `comparison` block.
-            out: directory of the study, whose earlier choice of `train.precision: auto` holds.
+            out: directory of the study, whose earlier choice for `train.precision: auto` is kept.
             data: directory that tasks' files are relative to; None: the working directory.
             methods: only these and the baseline; empty: all.
             tasks: only these; empty: all.
@@ -96,31 +98,32 @@ class Plan:
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """(method, task) of all that runs, task by task."""
+        """All (method, task) to run, task by task."""
         return [(m, t) for t in self.study.tasks for m in self.study.methods if t in self.study.runs_on(m)]
 
     def classifies(self, task: str) -> bool:
-        """Whether a task has a majority floor, below which nothing is learnt."""
+        """Return True if a task has a majority baseline."""
         return self._recipes[self.study.baseline, task].task.one_class
 
     def metric(self, task: str) -> str:
-        """What a task is judged by."""
+        """Return the metric of a task."""
         if self.study.metric != "auto":
             return self.study.metric
         return "accuracy" if self.classifies(task) else "loss"
 
     def counts(self, task: str) -> bool:
-        """Whether a task that is informative belongs to the primary endpoint."""
+        """Return True if the task belongs to the primary endpoint when it is informative."""
         return self.study.metric != "auto" or self.classifies(task)
 
     def steps(self, task: str) -> int:
-        """Optimizer updates of a run at equal steps."""
+        """Return the optimizer steps of a run at equal steps."""
         return self._recipes[self.study.baseline, task].train.steps
 
     def check(self) -> None:
-        """Refuse what cannot run here, as `flatshift train` does; nothing may turn into failed cells in silence."""
+        """Raise UserError for runs that cannot work here, as `flatshift train` does, so that they do not become failed
+        cells."""
         from flatshift.experiments.recipe.rules import check_cell, check_recipe
-        from flatshift.finetune.train.stage import check_judged
+        from flatshift.finetune.train.stage import check_metric
         from flatshift.regularizers import build
 
         for method, regularizer in self._tried:
@@ -137,14 +140,14 @@ class Plan:
                     raise UserError("mesh: a study's cell trains on one device; leave every axis at 1 and auto off")
                 check_cell(recipe)
                 check_recipe(recipe)
-                check_judged(self.study.metric, recipe.task, "comparison.metric")
+                check_metric(self.study.metric, recipe.task, "comparison.metric")
             except UserError as error:
                 raise UserError(f"method {method!r} on task {task!r}: {error}") from None
 
     def read_rows(self, out: Path) -> None:
-        """Read the rows of every task, which `write_rows` puts into `out`. Raises UserError for what is wrong with one.
+        """Read the rows of every task, which `write_rows` writes into `out`. Raises UserError for bad rows.
 
-        Runs that are asked for from now on have rows to train on.
+        Runs created from now on have rows to train on.
         """
         for name, own in self.study.tasks.items():
             recipe = self._recipes[self.study.baseline, name]
@@ -153,11 +156,11 @@ class Plan:
             self._rows[name] = task_rows(self.files[name], recipe, own), folder
 
     def rows(self, task: str) -> TaskRows:
-        """Those of a task, once `read_rows` has read them."""
+        """Return the rows of a task after `read_rows`."""
         return self._rows[task][0]
 
     def write_rows(self) -> None:
-        """Put the rows of every task where its cells read them, unless they are there."""
+        """Write the rows of every task to the files its cells read, unless they exist."""
         for rows, folder in self._rows.values():
             sweep_leftovers(folder)
             rows.write(folder)
@@ -165,7 +168,7 @@ class Plan:
     def run(
         self, kind: Kind, method: str, task: str, seed: int, setting: Setting, *, steps: int | None = None
     ) -> ComparisonRun:
-        """One run. steps: another number of updates than the task's."""
+        """Return one run. steps: a number of steps other than the task's."""
         changes: dict[str, Any] = {"train.seed": seed}
         if steps is not None:
             changes["train.steps"] = steps
@@ -191,7 +194,7 @@ class Plan:
         return self._resolved(method, task, setting, changes).recipe
 
     def _resolved(self, method: str, task: str, setting: Setting | None, changes: Mapping[str, Any] | None) -> Resolved:
-        """The recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
+        """Return the recipe of a method on a task: the base, then the task, the method, the setting, the changes."""
         laid: list[Branch] = []
         for where, keys in (
             (f"--comparison.tasks.{task}.set", self.study.tasks[task].set),
@@ -204,7 +207,7 @@ class Plan:
 
 
 Result = dict[str, Any]
-"""What `found_of` makes of a cell's result."""
+"""Output of `found_of` for a cell."""
 Pair = tuple[str, str]
 
 
@@ -216,16 +219,16 @@ class Outcome:
     chosen: dict[Pair, Setting] = field(default_factory=dict)
     """Setting of the final runs of (method, task)."""
     edge: dict[Pair, bool] = field(default_factory=dict)
-    """Whether the best learning rate still lies on an edge of those tried."""
+    """True if the best learning rate is still on an edge of those tried."""
     finals: dict[Pair, list[Result]] = field(default_factory=dict)
-    """By seed."""
+    """Ordered by seed."""
     step_ratio: dict[str, float] = field(default_factory=dict)
     """CPU time of a method's step ÷ the baseline's: median over tasks and seeds."""
     equal_time: dict[Pair, list[Result]] = field(default_factory=dict)
 
 
 def _beside(recipe: Recipe) -> list[Any]:
-    """Digests of what a recipe reads beside its task's rows; nothing for most."""
+    """Return digests of the files a recipe reads besides its task's rows; usually none."""
     found: list[Any] = settings_digests(recipe)
     if recipe.select is not None:
         from flatshift.experiments.workflows.run_parts import recipe_inputs
@@ -235,7 +238,7 @@ def _beside(recipe: Recipe) -> list[Any]:
 
 
 def _only(study: Comparison, methods: Sequence[str], tasks: Sequence[str]) -> Comparison:
-    """The comparison cut down to some methods (the baseline stays) and tasks."""
+    """Return the comparison restricted to some methods (the baseline stays) and tasks."""
     if not study.tasks or len(study.methods) < 2:
         raise UserError("comparison.tasks and comparison.methods must name at least one task and two methods")
     kept_tasks = {name: study.tasks[name] for name in chosen("--tasks", tasks, study.tasks)}
@@ -269,18 +272,19 @@ class TaskRows:
     validation: list[dict[str, Any]]
     test: list[dict[str, Any]]
     classes: tuple[str, ...] | None
-    """Of all training rows, those set apart for validation among them; None for a task without."""
+    """Classes of all training rows, validation rows included; None for a task without classes."""
 
     def write(self, folder: Path) -> None:
-        """One file a split."""
+        """Write one file per split."""
         for split in ("train", "validation", "test"):
             lines = [json.dumps(record, ensure_ascii=False, default=str) for record in getattr(self, split)]
             write_text(folder / f"{split}.jsonl", "\n".join(lines) + "\n")
 
     def lay(self, recipe: Recipe, own: StudyTask, folder: Path, judged: Judged) -> Recipe:
-        """`recipe` on these rows, which lie in `folder`: a subset that its seed draws, judged on the rows asked for.
+        """Return `recipe` on these rows, stored in `folder`: trained on a subset drawn by its seed, evaluated on
+        `judged`.
 
-        There is no dev set, so the last step's adapter is taken.
+        There is no dev set, so the last step's adapter is used.
         """
         train = TrainFiles(files=(str(folder / "train.jsonl"),), limit=min(own.train, len(self.train)))
         data = dataclasses.replace(
@@ -295,11 +299,10 @@ class TaskRows:
 
 
 def task_rows(file: str, recipe: Recipe, own: StudyTask) -> TaskRows:
-    """The rows of a task; the draws do not depend on any seed of a run.
+    """Return the rows of a task; the draws do not depend on any seed of a run.
 
-    Validation rows come out of the training split, so that the official development split, where it serves as test, is
-    seen once.
-    Raises UserError for bad rows, rows without a `split`, or too few of them.
+    Validation rows come from the training split, so that the official development split, if it serves as test, is seen
+    only once. Raises UserError for bad rows, rows without a `split`, or too few of them.
     """
     from flatshift.finetune.data.rows import limit_rows, read_rows
 

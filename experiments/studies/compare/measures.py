@@ -1,4 +1,4 @@
-"""What a comparison measures of a cell besides its metrics: time of a step, right and wrong answers, sharpness."""
+"""Measurements of a comparison's cells besides their metrics: step time, right and wrong answers, sharpness."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 PAIRS = 3
 ROWS = 48
 _SETTLING = 3
-"""Steps whose time is not counted."""
+"""First steps whose time is not counted."""
 
 
 @dataclass
 class Measures:
-    """An `flatshift.experiments.workflows.context.FineTuneProbe` of one cell.
+    """`flatshift.experiments.workflows.context.FineTuneProbe` of one cell.
 
-    final: whether its answers are kept, row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured.
+    final: keep its answers row by row. sharpness: σ of E[L(w+ε)] − L(w); None: not measured.
     """
 
     final: bool
@@ -38,25 +38,25 @@ class Measures:
     _found: dict[str, Any] = field(default_factory=dict)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Notes the CPU time."""
+        """Record the CPU time."""
         self._steps.append(time.process_time())
 
     def judged(self, recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> None:
-        """Measures the trained adapter."""
+        """Measure the trained adapter."""
         if self.final and recipe.task.one_class:
             self._found["items"] = _right(recipe, engine, tokenizer, prepared)
-        if self.sharpness is not None and prepared.units is None:  # a regression's head has its targets' units by now
+        if self.sharpness is not None and prepared.units is None:  # a regression's head is now in its targets' units
             self._found["sharpness"] = _rise(recipe, engine, tokenizer, prepared, sigma=self.sharpness)
 
     def figures(self) -> dict[str, Any]:
-        """CPU-seconds of the cell and of a step (median; None for too few steps), and what was measured."""
+        """Return CPU seconds of the cell and of a step (median; None for too few steps), and the measurements."""
         taken = np.diff(self._steps)[_SETTLING:]
         step = float(np.median(taken)) if len(taken) else None
         return {"cpu_s": round(time.process_time() - self._began, 3), "step_cpu_s": step, **self._found}
 
 
 def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -> str:
-    """Right (1) or wrong (0) for every judged row."""
+    """Return right (1) or wrong (0) for every evaluation row."""
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.data.eval_batching import EvalBatching
     from flatshift.finetune.evaluate.evaluator import head_scores
@@ -74,8 +74,11 @@ def _right(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared) -
 
 
 def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *, sigma: float) -> float:
-    """Mean rise of the loss (nats per supervised token or example) over `PAIRS` antithetic pairs of noise in the full
-    weight space, on `ROWS` training rows: the same rows and raw draws for every method with one seed."""
+    """Return the mean rise of the loss (nats per target token or example) over `PAIRS` antithetic pairs of noise.
+
+    The noise is in the full weight space, on `ROWS` training rows: the same rows and raw draws for every method with
+    one seed.
+    """
     from flatshift.finetune.compute.loss import batch_loss, with_reference
     from flatshift.finetune.compute.numerics import evaluating
     from flatshift.finetune.compute.precision import autocast
@@ -85,7 +88,7 @@ def _rise(recipe: Recipe, engine: Engine, tokenizer: Any, prepared: Prepared, *,
     rows = [prepared.train[i] for i in range(min(ROWS, len(prepared.train)))]
     batches = list(EvalBatching.of(tokenizer, batch_size=recipe.eval.batch_size).batches(rows, recipe.task))
     count = sum(micro.supervised for micro in batches)
-    if recipe.task.has_reference:  # of the weights as they are
+    if recipe.task.has_reference:  # log-probabilities of the unperturbed weights
         with autocast(recipe.train, engine.device):
             there = [micro.to(engine.device) for micro in batches]
             batches = with_reference(engine.model, there, task=recipe.task)

@@ -1,8 +1,6 @@
-"""Runs a comparison: trials, further rounds, final runs, equal-time runs, and the analysis; again, it goes on where it
-stopped.
+"""Run a comparison: trials, further rounds, final runs, equal-time runs, and the analysis; resumable.
 
-What is decided on the way (best settings, steps at equal time) is computed from the results, so a restart decides the
-same.
+Intermediate decisions (best settings, steps at equal time) are computed from the results, so a restart repeats them.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ _EQUAL_TIME = "equal_time.json"
 def run_study(
     plan: Plan, out: Path, *, jobs: int, console: Console, on_cell: Callable[[Path], None] = lambda path: None
 ) -> Outcome:
-    """Run what has no result yet, in `jobs` processes of one thread each (1: in this one), and gather everything.
+    """Run cells without a result, in `jobs` processes of one thread each (1: in this one), and gather all results.
 
-    on_cell: told the file of each cell that this call finished.
+    on_cell: called with the file of each cell that this call finished.
 
-    Raises UserError if `out`, which the caller owns, holds something else.
+    Raises UserError if `out`, locked by the caller, holds something else.
     """
     plan.check()
     plan.read_rows(out)
@@ -70,11 +68,11 @@ def run_study(
 
 
 def found_of(batches: CellBatches, run: ComparisonRun) -> Result:
-    """What a run came to, figures of the judged rows and of `Measures` side by side."""
+    """Return the outcome of a run: metrics on the evaluation rows together with those of `Measures`."""
     found = batches.result(run.cell)
     about = {"kind": run.kind, "method": run.method, "task": run.task, "seed": run.seed, "steps": run.steps}
     about |= {"setting": run.setting.overrides(), "judged": run.judged}
-    if "point" not in found:  # of the form before cells were run directories
+    if "point" not in found:  # format from before cells were run directories
         return {**found, **about}
     judged = found["metrics"].get("test", {})
     metrics = {name: figure["value"] for name, figure in judged.items()}
@@ -139,8 +137,7 @@ def _scores(batches: CellBatches, plan: Plan, grid: Mapping[Setting, ComparisonR
 
 
 def score(result: Result, metric: str) -> Score:
-    """How a trial did by `metric`; one that this trial has no value of (a correlation of equal numbers) counts as
-    failed."""
+    """Return the score of a trial by `metric`; an undefined value (a correlation of equal numbers) counts as failed."""
     if result["status"] != "done":
         return FAILED
     metrics = result["metrics"]
@@ -151,7 +148,7 @@ def score(result: Result, metric: str) -> Score:
 
 
 def step_ratios(plan: Plan, outcome: Outcome) -> dict[str, float]:
-    """CPU time of a step ÷ the baseline's on the same task and seed: the median."""
+    """Return the median ratio of a step's CPU time to the baseline's on the same task and seed, by method."""
     base = plan.study.baseline
     found = {}
     for method in plan.study.methods:
@@ -167,9 +164,9 @@ def step_ratios(plan: Plan, outcome: Outcome) -> dict[str, float]:
 
 
 def _equal_steps(plan: Plan, out: Path, outcome: Outcome, pair: Pair) -> int | None:
-    """Steps of a method in the time of the baseline's; None where its step costs about the same.
+    """Return the steps of a method in the baseline's time; None if its step costs about the same.
 
-    The measured ratio is kept in equal_time.json, so that cells that are run again do not move it.
+    The measured ratio is stored in equal_time.json, so that rerun cells do not change it.
     """
     method, task = pair
     file = out / _EQUAL_TIME
@@ -203,18 +200,18 @@ def compare(
     on_cell: Callable[[Path], None] = lambda path: None,
     page: Callable[[dict[str, Any]], str] | None = None,
 ) -> dict[str, Any]:
-    """Run the comparison of `recipe` into `out` and return what comparison.json holds.
+    """Run the comparison of `recipe` into `out` and return the contents of comparison.json.
 
     Args:
         recipe: file or shipped name with a `comparison` block.
         data: directory of the tasks' files.
         methods, tasks: only these (the baseline always); empty: all.
         jobs: worker processes, one thread each.
-        on_cell: told the file of each cell that this call finished.
+        on_cell: called with the file of each cell that this call finished.
         page: draws report.html of the document.
 
     Raises:
-        UserError: bad input, before any cell runs. Interrupted: stopped; the same call goes on.
+        UserError: bad input, before any cell runs. Interrupted: stopped; the same call resumes.
     """
 
     def measure(plan: Plan, console: Console) -> dict[str, Any]:

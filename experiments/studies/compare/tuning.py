@@ -1,9 +1,9 @@
-"""Equal trials: every method gets as many runs to find its settings as every other, the baseline included.
+"""Equal trials: every method, the baseline included, gets the same number of runs to find its settings.
 
-The first trials are a grid of learning rates × the method's own knobs. Each further round is one more run: where the
-best learning rate lies on an edge of those tried (at the best knobs), one step beyond it; else between it and its
-better neighbour. So an extended grid costs no method more trials than another. The best few of these, the finalists,
-run again under further tuning seeds, equally many for every method.
+The first trials are a grid of learning rates × the method's own knobs. Each further round is one more run: if the best
+learning rate is on an edge of those tried (at the best knobs), one step beyond it; else between it and its better
+neighbour. So an extended grid costs no method more trials than another. The best few of these, the finalists, run again
+under further tuning seeds, equally many for every method.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from flatshift.experiments.recipe.studies import Comparison, StudyMethod
 
 @dataclass(frozen=True)
 class Setting:
-    """One trial's settings."""
+    """Settings of one trial."""
 
     lr: float
     knobs: tuple[tuple[str, Any], ...] = ()
-    """(dotted key, value) of the method's own."""
+    """(dotted key, value) of the method's own knobs."""
 
     def overrides(self) -> dict[str, Any]:
-        """Dotted key → value."""
+        """Return dotted key → value."""
         return {"optimizer.lr": self.lr, **dict(self.knobs)}
 
 
 @dataclass(frozen=True)
 class Score:
-    """How a trial did on validation rows; a diverged one has value −inf."""
+    """Validation score of a trial; −inf for a diverged one."""
 
     value: float
-    """Higher is better: the metric, or minus it where lower is better."""
+    """Higher is better: the metric, or minus it if lower is better."""
     loss: float
-    """Settles ties: lower is better."""
+    """Breaks ties: lower is better."""
 
 
 FAILED = Score(-math.inf, math.inf)
 
 
 def first_trials(study: Comparison, method: StudyMethod) -> list[Setting]:
-    """The grid: every knob setting with every learning rate."""
+    """Return the grid: every knob setting with every learning rate."""
     axes = [[(key, value) for value in values] for key, values in method.knobs.items()]
     return [Setting(lr, knobs) for knobs in itertools.product(*axes) for lr in study.rates(method)]
 
 
 def best_of(scores: Mapping[Setting, Score]) -> Setting | None:
-    """The best trial: highest value, then lowest loss, then lowest learning rate; None if all diverged."""
+    """Return the best trial: highest value, then lowest loss, then lowest learning rate; None if all diverged."""
     alive = {setting: score for setting, score in scores.items() if score.value > -math.inf}
     if not alive:
         return None
@@ -58,7 +58,7 @@ def best_of(scores: Mapping[Setting, Score]) -> Setting | None:
 
 
 def finalists(scores: Mapping[Setting, Score], count: int) -> list[Setting]:
-    """The best `count` trials, best first; fewer where fewer did not diverge."""
+    """Return the best `count` trials, best first; fewer if not enough converged."""
     left, found = dict(scores), list[Setting]()
     while len(found) < count and (best := best_of(left)) is not None:
         found.append(best)
@@ -67,20 +67,20 @@ def finalists(scores: Mapping[Setting, Score], count: int) -> list[Setting]:
 
 
 def together(scores: Sequence[Score]) -> Score:
-    """One setting under several seeds: the mean of each figure, and FAILED if any run diverged."""
+    """Combine one setting's scores under several seeds: the mean of each, or FAILED if any run diverged."""
     if any(score.value == -math.inf for score in scores):
         return FAILED
     return Score(*(math.fsum(each) / len(scores) for each in zip(*((s.value, s.loss) for s in scores), strict=True)))
 
 
 def on_edge(tried: Collection[Setting], best: Setting) -> bool:
-    """Whether the chosen learning rate is the lowest or highest of those tried with its knobs."""
+    """Return True if the chosen learning rate is the lowest or highest of those tried with its knobs."""
     rates = _rates(tried, best.knobs)
     return best.lr in (rates[0], rates[-1])
 
 
 def next_trial(scores: Mapping[Setting, Score]) -> Setting:
-    """The setting of one more trial, never one that was tried: beyond the edge, or between the best and a neighbour."""
+    """Return the setting of one more, new trial: beyond the edge, or between the best and a neighbour."""
     best = best_of(scores)
     if best is None:  # everything diverged: well below all that was tried
         knobs = next(iter(scores)).knobs
@@ -106,5 +106,5 @@ def _rates(tried: Collection[Setting], knobs: Sequence[tuple[str, Any]]) -> list
 
 
 def _round(rate: float) -> float:
-    """Three digits, so that a rate reads well and names the same cell on every machine."""
+    """Round to three digits, so that a rate is readable and identifies the same cell on every machine."""
     return float(f"{rate:.3g}")

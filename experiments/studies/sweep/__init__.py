@@ -1,4 +1,4 @@
-"""Sweeps: a grid over dotted recipe keys and seeds, resumable and idempotent, failures kept as results."""
+"""Sweeps: a grid over dotted recipe keys and seeds, resumable and idempotent, with failures kept as results."""
 
 from flatshift.experiments.studies.sweep.axes import parse_grid
 from flatshift.experiments.studies.sweep.command import sweep

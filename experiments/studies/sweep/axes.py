@@ -1,4 +1,4 @@
-"""The points of a sweep: all combinations of its axes, their values side by side, or draws from them.
+"""Points of a sweep: all combinations of its axes, their values in parallel, or random draws.
 
 axes = parse_grid(["adapter.rank=1,4,16", "optimizer.lr=1e-4..1e-2:log"])
 points_of(axes, "random", count=20, seed=0)   # 20 different {"adapter.rank": …, "optimizer.lr": …}
@@ -23,13 +23,13 @@ Design = Literal["grid", "paired", "random"]
 _NUMBER = r"[-+]?(?:\.\d+|\d+(?:\.\d*)?)(?:[eE][-+]?\d+)?"
 _RANGE = re.compile(rf"^({_NUMBER})\.\.({_NUMBER})(:log)?$")
 _LIKE_A_RANGE = re.compile(rf"^{_NUMBER}\s*\.\.")
-"""Begins as a range does: a path such as `../rows.jsonl` does not."""
+"""Start of a range; a path such as `../rows.jsonl` does not match."""
 _DIGITS = 6
-"""Significant digits of a drawn number: what a person reads is what was run."""
+"""Significant digits of a drawn number, so that the printed value is the exact one."""
 _FARTHEST = 2.0**62
-"""Ends of a range, at most: whole numbers up to there can be drawn."""
+"""Largest end of a range: whole numbers up to there can be drawn."""
 _VAIN = 1000
-"""Draws in a row that give no new point before a range counts as used up."""
+"""Draws in a row without a new point after which a range counts as used up."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Range:
     high: float
     log: bool = False
     whole: bool = False
-    """Draw whole numbers."""
+    """True to draw whole numbers."""
 
     def __str__(self) -> str:
         return f"{self.low:.12g}..{self.high:.12g}{':log' if self.log else ''}"
 
     def draw(self, generator: np.random.Generator) -> float | int:
-        """One number; every whole number of a linear range is equally likely."""
+        """Draw one number; every whole number of a linear range is equally likely."""
         if self.whole and not self.log:
             return int(generator.integers(int(self.low), int(self.high), endpoint=True))
         share = generator.random()
@@ -63,7 +63,7 @@ Axes = dict[str, Values]
 
 
 def parse_grid(grid: Sequence[str]) -> Axes:
-    """`adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` texts as {key: values}.
+    """Parse texts such as `adapter.rank=1,2` and `optimizer.lr=1e-4..1e-2:log` to {key: values}.
 
     Raises UserError for a missing `=`, no values, a repeated key or value, or an impossible range.
     """
@@ -80,7 +80,7 @@ def parse_grid(grid: Sequence[str]) -> Axes:
 
 
 def _split(values: str) -> list[str]:
-    """`1,{kind: ggpo, beta: 0}` at its commas, but for those in brackets."""
+    """Split `1,{kind: ggpo, beta: 0}` at its commas, except those in brackets."""
     found, depth = [""], 0
     for character in values:
         depth += (character in "[{") - (character in "]}")
@@ -92,7 +92,7 @@ def _split(values: str) -> list[str]:
 
 
 def as_values(key: str, given: Sequence[Any]) -> Values:
-    """The values of one axis as written: a list, or the range that its only text stands for."""
+    """Return the values of one axis as written: a list, or the range given by a single text."""
     if len(given) == 1 and isinstance(given[0], str):
         if (found := parse_range(given[0], f"--grid {key}")) is not None:
             return found
@@ -107,7 +107,7 @@ def as_values(key: str, given: Sequence[Any]) -> Values:
 
 
 def parse_range(text: str, where: str) -> Range | None:
-    """`lo..hi` or `lo..hi:log`; None if the text is no range. Raises UserError for one without numbers in it."""
+    """Parse `lo..hi` or `lo..hi:log`; None if the text is not a range. Raises UserError for an empty range."""
     match = _RANGE.match(text.strip())
     if match is None:
         return None
@@ -122,11 +122,11 @@ def parse_range(text: str, where: str) -> Range | None:
 
 
 def points_of(axes: Mapping[str, Values], design: Design, *, count: int | None, seed: int) -> Iterator[dict[str, Any]]:
-    """The points of `axes`, each {key: value as written or drawn}.
+    """Yield the points of `axes`, each {key: value as written or drawn}.
 
     grid: the product, the last axis fastest. paired: first values together, second values together, … random: `count`
-    different points; a larger count keeps the points of a smaller one.
-    Raises UserError if the axes do not suit the design.
+    different points; a larger count keeps the points of a smaller one. Raises UserError if the axes do not suit the
+    design.
     """
     if design != "random":
         for key, values in axes.items():
@@ -175,7 +175,7 @@ def _drawn(axes: Mapping[str, Values], count: int, seed: int) -> Iterator[dict[s
 
 
 def count_of(axes: Mapping[str, Values], design: Design, count: int | None) -> float:
-    """How many points `points_of` will give at most, without making one."""
+    """Return the largest number of points that `points_of` can yield, without generating any."""
     if design == "random":
         return count or 0
     lengths = [len(values) for values in axes.values() if not isinstance(values, Range)]

@@ -1,7 +1,7 @@
 """Effective model complexity of every point of a sweep: the most training rows that are still fitted, by bisection.
 
-A point is fitted with n rows when its mean train error over the seeds is at most ε (Nakkiran et al. 2020,
-"Deep double descent", definition 1). Every n that is tried is a cell like any other: kept, shared, never run twice.
+A point is fitted with n rows when its mean train error over the seeds is at most ε (Nakkiran et al. 2020, "Deep double
+descent", definition 1). Every n tried is an ordinary cell: kept, shared, never run twice.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 KEY = "data.train.limit"
 _EPSILON = 0.1
 _FEWEST = 8
-"""Rows that a search begins with where it is not told."""
+"""Smallest number of rows of a search by default."""
 
 
 @dataclass(frozen=True)
 class Bisection:
-    """What is searched for."""
+    """Range of a search."""
 
     key: str
     low: int
@@ -44,12 +44,12 @@ class Bisection:
     """Mean train error up to which rows count as fitted."""
 
     def document(self) -> dict[str, Any]:
-        """For sweep.json."""
+        """Return the entry for sweep.json."""
         return dataclasses.asdict(self)
 
 
 def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisection:
-    """`data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`; ε is 0.1 if None.
+    """Parse `data.train.limit`, searched from 8 rows to all, or `data.train.limit=lo..hi`; ε is 0.1 if None.
 
     Raises UserError for another key, an impossible range or ε.
     """
@@ -71,7 +71,7 @@ def parse_bisection(text: str, epsilon: float | None, recipe: Recipe) -> Bisecti
 
 
 def _rows(recipe: Recipe) -> int:
-    """Training rows that a cell gets at most: without bad rows and those set apart."""
+    """Return the most training rows a cell can get: without bad and held-out rows."""
     from flatshift.experiments.data.splits import read_splits
 
     train = dataclasses.replace(recipe.data.train, limit=None)
@@ -82,14 +82,15 @@ def _rows(recipe: Recipe) -> int:
 
 
 class RunCells(Protocol):
-    """Runs those cells that have no result."""
+    """Function that runs cells without a result."""
 
     def __call__(self, cells: Sequence[Cell], /, label: str = ...) -> None: ...
 
 
 @dataclass(frozen=True)
 class BisectionResult:
-    """cells: all that were tried. columns: key → the point's `emc`, for the table. tried: rows, ascending."""
+    """Result of a search. cells: all that were tried. columns: key → the point's `emc`, for the table. tried: rows,
+    ascending."""
 
     cells: list[Cell]
     columns: dict[str, Row]
@@ -97,23 +98,23 @@ class BisectionResult:
 
 
 class _Wanted(Exception):
-    """The search cannot go on without cells of this many rows."""
+    """Raised when the search needs cells with this many rows."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
 
 
 class _Search:
-    """The search at one point: what was tried, and the answer once every train error that it takes is known."""
+    """Search at one point: the cells tried, and the answer once every needed train error is known."""
 
     def __init__(self, base: Base, cell: Cell, search: Bisection, seeds: int) -> None:
-        """cell: one of its point."""
+        """Start a search; cell: any cell of its point."""
         self.base, self.cell, self.search, self.seeds = base, cell, search, seeds
         self.tried: dict[int, list[Cell]] = {}
         self.answer: EMC | None = None
 
     def step(self, errors: Mapping[str, float]) -> list[Cell]:
-        """Cells without which it cannot go on; none when it is done."""
+        """Return the cells needed to continue; none when done."""
         from flatshift.experiments.statistics.emc import effective_model_complexity
 
         def train_error(rows: int, seed: int) -> float:
@@ -135,11 +136,11 @@ class _Search:
 
     @property
     def cells(self) -> list[Cell]:
-        """All that were tried, by rows."""
+        """All cells tried, by rows."""
         return [cell for rows in sorted(self.tried) for cell in self.tried[rows]]
 
     def document(self, errors: Mapping[str, float]) -> dict[str, Any]:
-        """Its entry of emc.json."""
+        """Return its entry of emc.json."""
         assert self.answer is not None
         tried = [
             {
@@ -156,10 +157,10 @@ class _Search:
 def bisect(
     out: Path, base: Base, cells: Sequence[Cell], search: Bisection, seeds: int, run: RunCells
 ) -> BisectionResult:
-    """Search at every point of `cells`, all points at the same time; writes emc.json.
+    """Search at every point of `cells`, all points at the same time, and write emc.json.
 
-    The search is a function of train errors: in each round it is asked again from its start with those that are known,
-    until none is missing, so that a sweep which was killed goes on where it was.
+    The search is a function of train errors: in each round it restarts with the known ones until none is missing, so a
+    killed sweep resumes.
     """
     points = {label_of(cell.laid): cell for cell in cells}
     searches = [_Search(base, cell, search, seeds) for cell in points.values()]
@@ -182,9 +183,9 @@ def _finite(value: float) -> float | None:
 
 
 def _train_error(out: Path, cell: Cell) -> float:
-    """Final train error of a cell; NaN if it diverged, which fits nothing.
+    """Return the final train error of a cell; NaN if it diverged, which fits nothing.
 
-    Raises UserError if it failed in another way, which says nothing about rows, or if cells do not measure it.
+    Raises UserError if it failed in another way, which reveals nothing about rows, or if cells do not measure it.
     """
     directory = out / "cells" / cell.key
     result = read_result(directory)

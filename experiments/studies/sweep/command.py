@@ -1,10 +1,10 @@
-"""`flatshift sweep`: plan, claim the directory, run what has no result yet, write tables and report.
+"""`flatshift sweep`: plan, claim the directory, run cells without a result, write tables and report.
 
-flatshift sweep double-descent --grid adapter.rank=1,4,16 --seeds 3 --out sweeps/rank
+    flatshift sweep double-descent --grid adapter.rank=1,4,16 --seeds 3 --out sweeps/rank
 
-Every cell is planned before any runs, so a wrong key or value costs nothing; what only the rows or the backbone can
-tell (a limit above the rows, a layer that is not there) fails its cells. The directory keeps all cells that were ever
-finished in it; the tables hold those of the last plan.
+Every cell is planned before any runs, so a wrong key or value costs nothing; errors that depend on the rows or the
+backbone (a limit above the rows, a missing layer) make cells fail. The directory keeps all cells that ever finished
+in it; the tables contain those of the last plan.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from flatshift.experiments.run.console import Draw
 
 MOST_CELLS = 10_000
-"""Cells of a plan, at most, unless more are asked for: planning takes a millisecond each, a run some seconds."""
+"""Most cells of a plan by default: planning takes a millisecond each, a run some seconds."""
 
 
 def sweep(
@@ -69,11 +69,11 @@ def sweep(
     quiet: bool = False,
     draw: Draw | None = None,
 ) -> int:
-    """Run the cells of a sweep that have no result yet; returns 0, or 1 if any cell diverged or failed.
+    """Run the cells of a sweep that have no result yet; return 0, or 1 if any cell diverged or failed.
 
-    recipe: file, shipped name, or resolved. overrides: laid over it. draw: draws its page.
-    Raises UserError for an unknown key, a wrong value, an empty grid, or a directory that is another's or in use,
-    before any cell runs; Interrupted when stopped or when the disk is full.
+    recipe: file, shipped name, or resolved. overrides: applied to it. draw: draws its page. Raises UserError for an
+    unknown key, a wrong value, an empty grid, or a foreign or locked directory, before any cell runs; Interrupted when
+    stopped or when the disk is full.
     """
     asked = _asked(Base.of(recipe, overrides), options)
     places = _places(options, asked)
@@ -93,7 +93,7 @@ def sweep(
         searched: dict[str, None] = {}
 
         def run(some: Sequence[Cell], label: str = "sweep") -> None:
-            if asked.bisection is not None:  # a page of a search at work shows its cells, and none of another grid
+            if asked.bisection is not None:  # a page during a search shows its cells only, none of another grid
                 searched.update(dict.fromkeys(cell.key for cell in some))
                 write_marker(out, {**asked.document(cells), "keys": list(searched)})
             results = results_of(out, some)
@@ -118,7 +118,7 @@ def sweep(
                 else:
                     run(cells)
         except Interrupted:
-            with contextlib.suppress(OSError):  # if the disk is full, the cells at least are there
+            with contextlib.suppress(OSError):  # if the disk is full, the cells at least are saved
                 write_table(out, cells)
             raise
         with disk_full_interrupts(f"writing the tables of {out}"):
@@ -126,9 +126,9 @@ def sweep(
 
 
 def _planned(out: Path, asked: _Asked, console: Console, share: SweepPart | None) -> tuple[_Asked, list[Cell]]:
-    """What is asked for with its precision decided, and its cells.
+    """Return the requested sweep with its precision resolved, and its cells.
 
-    Raises UserError for a directory that is another's.
+    Raises UserError for a foreign directory.
     """
     check_directory(out)
     check_finished(out)
@@ -152,7 +152,7 @@ def _planned(out: Path, asked: _Asked, console: Console, share: SweepPart | None
 def _shared(
     out: Path, asked: _Asked, options: SweepOptions, places: DevicePlacement, console: Console, draw: Draw | None
 ) -> int:
-    """Run cells beside other hosts until all have a result; each host writes the same tables and page at its end."""
+    """Run cells together with other hosts until all have a result; each host then writes the same tables and page."""
     seconds = 60.0 if options.lease is None else options.lease
 
     def lost(name: str) -> None:
@@ -164,7 +164,7 @@ def _shared(
         )
         os._exit(3)
 
-    check_directory(out)  # before anything is made in it
+    check_directory(out)  # before anything is written to it
     there = out.exists()
     with contextlib.ExitStack() as stack:
         if not there:
@@ -186,7 +186,7 @@ def _remove_if_empty(out: Path) -> None:
 
 
 def _places(options: SweepOptions, asked: _Asked) -> DevicePlacement:
-    """Worker processes and the devices that they get in turn (`choose_devices`)."""
+    """Return the worker processes and the devices assigned to them in turn (`choose_devices`)."""
     placed = choose_devices(options.devices, asked.base.recipe.train.device)
     jobs = options.jobs
     workers = jobs if jobs is not None else max(1, len(placed))
@@ -200,7 +200,7 @@ def _places(options: SweepOptions, asked: _Asked) -> DevicePlacement:
 
 
 def _refuse_mixtures(options: SweepOptions) -> None:
-    """Ways to plan and run that exclude each other."""
+    """Raise UserError for flags that exclude each other."""
     if options.lease is not None and not options.shared:
         raise UserError("--lease has a meaning with --shared only; add that, or leave it out")
     if options.lease is not None and not SHORTEST_S <= options.lease <= LONGEST_S:
@@ -233,7 +233,7 @@ def _until_decided(
     run: Callable[[Sequence[Cell]], None],
     console: Console,
 ) -> list[Cell]:
-    """The cells that were run: those of as many seeds as every curve needed for a verdict."""
+    """Add seeds until every curve has a verdict, and return the cells that were run."""
     from flatshift.experiments.results.analysis import Analysis
     from flatshift.experiments.results.sweep import read_sweep
 
@@ -245,6 +245,7 @@ def _until_decided(
         write_table(out, some)
         data = read_sweep(out)
         found = [] if data is None else [one.verdict.kind for one in Analysis(data).judged]
+        # No curve yet counts as undecided.
         open_ones = found.count("undecided") if found else 1
         said = f"{look.seeds} seeds, each test at {look.level:.3f}: "
         if not open_ones:
@@ -257,7 +258,7 @@ def _until_decided(
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a command line and the recipe's `sweep` block ask for together."""
+    """Request of a command line combined with the recipe's `sweep` block."""
 
     base: Base
     axes: Axes
@@ -268,8 +269,8 @@ class _Asked:
     metric: str
 
     def refuse_more(self, most: int) -> None:
-        """Raise UserError for a plan of more than `most` cells, before any of them is made, and for seeds that no
-        recipe takes."""
+        """Raise UserError for a plan of more than `most` cells, before any is created, and for seeds above the limit of
+        a recipe."""
         points = count_of(self.axes, self.design, self.points)
         if points * self.seeds > most:
             raise UserError(
@@ -282,7 +283,7 @@ class _Asked:
             )
 
     def document(self, cells: Sequence[Cell], tried: Sequence[int] = ()) -> dict[str, Any]:
-        """sweep.json without its stamps."""
+        """Return sweep.json without its version stamps."""
         listed = {key: values if isinstance(values, list) else [values] for key, values in self.axes.items()}
         grid = {key: [str(value) for value in values] for key, values in listed.items()}
         found: dict[str, Any] = {"recipe": self.base.name, "grid": grid, "design": self.design, "seeds": self.seeds}
@@ -300,7 +301,7 @@ class _Asked:
 
 
 def _could_record(asked: _Asked) -> bool:
-    """Whether the cells record nothing along the steps, and might."""
+    """Return True if the cells record nothing along the steps, but could."""
     from flatshift.experiments.recipe.rules import check_recipe
 
     recipe = asked.base.recipe
@@ -314,7 +315,7 @@ def _could_record(asked: _Asked) -> bool:
 
 
 def _asked(base: Base, options: SweepOptions) -> _Asked:
-    from flatshift.finetune.train.stage import check_judged
+    from flatshift.finetune.train.stage import check_metric
 
     design, points, bisection = options.design, options.points, options.bisect
     block = base.recipe.sweep or SweepConfig()
@@ -335,17 +336,17 @@ def _asked(base: Base, options: SweepOptions) -> _Asked:
     count = options.seeds if options.seeds is not None else block.seeds
     if count < 1:
         raise UserError(f"--seeds must be at least 1, got {count}")
-    check_judged(block.metric, base.recipe.task, "sweep.metric")
+    check_metric(block.metric, base.recipe.task, "sweep.metric")
     return _Asked(base, axes, count, design or "grid", points, search, block.metric)
 
 
 def _failed(results: dict[str, dict[str, Any]]) -> set[str]:
-    """Keys of the cells that failed and might not the next time: a run that diverged does so again."""
+    """Return the keys of failed cells that might succeed next time: a diverged run would diverge again."""
     return {key for key, result in results.items() if result["status"] == "failed"}
 
 
 def _close(out: Path, cells: Sequence[Cell], more: dict[str, Row], console: Console, draw: Draw | None) -> int:
-    """Tables and page; says what failed."""
+    """Write tables and page; print failures and return the exit code."""
     table = write_table(out, cells, more=more)
     broken = {row["cell"]: row["reason"] for row in table if row["status"] != "done"}
     for key, reason in list(broken.items())[:1]:

@@ -1,10 +1,10 @@
-"""A sweep's directory: whose it is, what was asked for, and the parts that jobs without a common disk made of it.
+"""Directory of a sweep: its ownership, its plan, and merging parts computed on machines without a common disk.
 
-sweep.json says what is asked for (format 2), cells/<hash>/ hold what came of it. A sweep may come back with another
-grid: cells that both have are not run again, the tables hold what is asked for now.
+sweep.json is the plan (format 2), cells/<hash>/ are its results. A sweep may be started again with another grid: cells
+in both are not run again, the tables contain the current plan.
 
-flatshift sweep RECIPE --grid … --part 3/8 --out part-3
-flatshift sweep RECIPE --grid … --merge part-1 part-2 … --out whole
+    flatshift sweep RECIPE --grid … --part 3/8 --out part-3
+    flatshift sweep RECIPE --grid … --merge part-1 part-2 … --out whole
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from flatshift.finetune.lock import INSIDE
 from flatshift.finetune.run_directory import COMMAND, ENVIRONMENT, RECIPE, disk_full_interrupts, write_provenance
 
 PLANNED = "plan"
-"""The claim of a host that looks at a shared directory as a whole: to plan, and to write the tables."""
+"""Claim of a host that needs a whole shared directory: to plan, and to write the tables."""
 
 
 def check_directory(out: Path) -> None:
-    """Refuse a path that cannot be a sweep's. Raises UserError for a file, other content, or another format."""
+    """Raise UserError for a path that cannot be a sweep's: a file, other content, or another format."""
     if out.exists() and not out.is_dir():
         raise UserError(f"--out: {out} is a file; name a sweep directory")
     if not out.exists():
         return
     if not (out / MARKER).is_file():
-        if (out / "cells").is_dir() and (out / WORKERS).exists():  # its marker was broken and is deleted
+        if (out / "cells").is_dir() and (out / WORKERS).exists():  # its broken marker was deleted
             return
         if not is_bare(out, but=(INSIDE, WORKERS, CLAIMS)):
             raise UserError(f"{out} is not empty and is not a sweep directory; name another --out")
@@ -68,15 +68,14 @@ def check_directory(out: Path) -> None:
 
 
 def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
-    """Write sweep.json, then where it came from.
+    """Write sweep.json, then its provenance.
 
-    A kill at any point leaves a directory that the same command knows as its own.
-
-    Tables and emc.json of another plan are removed: what they hold is in the cells.
+    A kill at any point leaves a directory that the same command recognises. Tables and emc.json of another plan are
+    removed: their content is in the cells.
     """
     with disk_full_interrupts(f"writing {out / MARKER}"):
         sweep_leftovers(out)
-        (out / DONE).unlink(missing_ok=True)  # it speaks of a sweep that is finished
+        (out / DONE).unlink(missing_ok=True)  # it describes a finished sweep
         before = read_marker(out) if (out / MARKER).is_file() else {}
         if before and _asked(before) != _asked(plan):
             for name in (CELLS, CURVES, POINTS, EMC):
@@ -87,7 +86,7 @@ def claim(out: Path, plan: dict[str, Any], base: Resolved) -> None:
 
 
 def refuse_other_plan(out: Path, plan: dict[str, Any]) -> None:
-    """Raise UserError where hosts that share the directory are at work on another plan than this."""
+    """Raise UserError if hosts that share the directory are running another plan."""
     before = read_marker(out) if (out / MARKER).is_file() else {}
     others = [path for path in claims_of(out) if not path.name.startswith(PLANNED)]
     if before and others and _asked(before) != _asked(plan):
@@ -98,23 +97,21 @@ def refuse_other_plan(out: Path, plan: dict[str, Any]) -> None:
 
 
 SEALED = (MARKER, RECIPE, COMMAND, ENVIRONMENT, CELLS, CURVES, POINTS, EMC)
-"""What done.json of a finished sweep speaks of, beside its cells."""
+"""Files listed in done.json of a finished sweep, besides its cells."""
 
 
 def check_finished(out: Path) -> None:
-    """Raise UserError for a file of a finished sweep that is not what was saved; a cell's that is missing is made anew,
-    and so are the tables."""
+    """Raise UserError for a changed file of a finished sweep; a cell's missing file and the tables are made again."""
     check_files(out, lambda name: (out / name).is_file() and name not in (CELLS, CURVES, POINTS))
 
 
 def write_marker(out: Path, plan: dict[str, Any]) -> None:
-    """Write sweep.json."""
     with disk_full_interrupts(f"writing {out / MARKER}"):
         write_json(out / MARKER, {"format": FORMAT, **plan, **_stamps()})
 
 
 def _asked(document: dict[str, Any]) -> dict[str, Any]:
-    """A sweep.json without what code wrote it, and without the rows that a bisection came to try."""
+    """Return a sweep.json without the version of the code, and without the row counts that a bisection tried."""
     found = {**document, **_stamps()}
     if search := document.get("bisection"):
         found.pop("cells", None)
@@ -128,7 +125,7 @@ def _stamps() -> dict[str, Any]:
 
 
 def count_others(out: Path, cells: Sequence[Cell]) -> int:
-    """Finished cells in the directory that are not among `cells`."""
+    """Count the finished cells in the directory that are not among `cells`."""
     mine = {cell.key for cell in cells}
     return sum(1 for path in (out / "cells").glob(f"*/{RESULT}") if path.parent.name not in mine)
 
@@ -145,14 +142,14 @@ class SweepPart:
 
     @classmethod
     def parse(cls, text: str) -> SweepPart:
-        """`3/8`. Raises UserError for anything else."""
+        """Parse `3/8`. Raises UserError for anything else."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text.strip())
         if found is None or not 1 <= int(found[1]) <= int(found[2]):
             raise UserError(f"--part {text}: write i/n with 1 <= i <= n, for example 3/8")
         return cls(int(found[1]), int(found[2]))
 
     def cells(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Every `of`-th cell; the parts have none in common and leave none out. Raises UserError for a part of none."""
+        """Return every `of`-th cell; the parts are disjoint and complete. Raises UserError for an empty part."""
         mine = list({cell.key: cell for cell in cells}.values())[self.number - 1 :: self.of]
         if not mine:
             raise UserError(f"--part {self.number}/{self.of}: the plan has {len(cells)} cells, so this part has none")
@@ -160,7 +157,7 @@ class SweepPart:
 
 
 def check_parts(sources: Sequence[Path]) -> None:
-    """Raise UserError for a directory that is no sweep's, or finished and not what was saved."""
+    """Raise UserError for a directory that is not a sweep's, or is finished but was changed."""
     for source in sources:
         if not (source / MARKER).is_file():
             raise UserError(f"--merge: {source} is not a sweep directory (it has no {MARKER})")
@@ -174,9 +171,9 @@ def _kept(source: Path, name: str) -> bool:
 
 
 def merge(out: Path, cells: Sequence[Cell], sources: Sequence[Path], console: Console) -> None:
-    """Copy what `sources` have finished of `cells` and `out` has not, each cell whole or not at all.
+    """Copy the cells that `sources` have finished and `out` has not, each atomically.
 
-    Raises UserError for a damaged cell, and if cells are missing at the end; what was copied stays.
+    Raises UserError for a damaged cell, and if cells are missing at the end; copied cells are kept.
     """
     wanted = {cell.key: cell for cell in cells}
     make_directory(out / "cells")

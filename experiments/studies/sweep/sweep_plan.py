@@ -1,4 +1,4 @@
-"""Which cells a sweep has: the points of its axes, each resolved by the strict builder, each under every seed."""
+"""Cells of a sweep: the points of its axes, each resolved by the strict builder, each under every seed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def plan_cells(
     design: Design = "grid",
     points: int | None = None,
 ) -> Iterator[Cell]:
-    """Every cell of the sweep, point by point and there seed by seed.
+    """Yield every cell of the sweep, point by point and there seed by seed.
 
-    recipe: file or shipped name. overrides: laid over it. seeds: values of train.seed, from the recipe's
-    own on. points: how many to draw (design: random), by the recipe's own train.seed.
-    Raises UserError for an unknown key, a wrong value, or axes that do not suit the design.
+    recipe: file or shipped name. overrides: applied to it. seeds: number of values of train.seed, starting at the
+    recipe's own. points: how many to draw (design: random), by the recipe's own train.seed. Raises UserError for an
+    unknown key, a wrong value, or axes that do not suit the design.
     """
     yield from Base.of(recipe, overrides).plan(axes, seeds, design=design, points=points)
 
 
 @dataclasses.dataclass(frozen=True)
 class Base:
-    """The recipe of a sweep before any axis is laid over it; read once, however many cells there are."""
+    """Recipe of a sweep before any axis is applied; read once for all cells."""
 
     tree: Tree
     name: str
@@ -46,21 +46,23 @@ class Base:
 
     @classmethod
     def of(cls, recipe: str | Resolved, overrides: Sequence[Branch]) -> Base:
-        """The recipe file, shipped recipe or resolved recipe with `overrides` laid over it."""
+        """Build from the recipe file, shipped recipe or resolved recipe with `overrides` applied."""
         tree: Tree = recipe.tree() if isinstance(recipe, Resolved) else recipe_tree(recipe)
         tree = apply_overrides(tree, overrides)
         name = recipe.name if isinstance(recipe, Resolved) else Path(recipe).stem
         return cls(tree, name, resolve_tree(tree, (), name=name))
 
     def settled(self, *, kept: Path, say: Callable[[str], None]) -> Base:
-        """The same with its precisions settled; arguments as in `flatshift.experiments.recipe.auto.resolve_auto`."""
+        """Return the same with its precision resolved; arguments as in
+        `flatshift.experiments.recipe.auto.resolve_auto`."""
         from flatshift.experiments.recipe.auto import settled_tree
 
         tree = settled_tree(self.tree, name=self.name, kept=kept, say=say)
         return Base(tree, self.name, resolve_tree(tree, (), name=self.name))
 
     def in_steps(self, *, say: Callable[[str], None]) -> Base:
-        """The same with its epochs as updates of its own rows, as many in every cell. Raises UserError as `prepare`."""
+        """Return the same with epochs converted to steps of its own rows, equal in every cell. Raises UserError as
+        `prepare`."""
         if self.recipe.train.epochs is None:
             return self
         from flatshift.experiments.data.sources import epochs_to_steps
@@ -78,18 +80,19 @@ class Base:
 
     @property
     def recipe(self) -> Recipe:
-        """What every cell begins from."""
+        """Recipe that every cell starts from."""
         return self.resolved.recipe
 
     def plan(
         self, axes: Mapping[str, Values], seeds: int, *, design: Design = "grid", points: int | None = None
     ) -> Iterator[Cell]:
-        """Every cell of a sweep over `axes`, as `plan_cells`."""
+        """Yield every cell of a sweep over `axes`, as `plan_cells`."""
         drawn = points_of(self.check(axes), design, count=points, seed=self.recipe.train.seed)
         yield from self.cells(drawn, seeds)
 
     def check(self, axes: Mapping[str, Values]) -> Axes:
-        """The axes, ranges over whole-number settings marked so. Raises UserError for a key that no axis can be."""
+        """Return the axes, with ranges over whole-number settings marked. Raises UserError for a key that cannot be an
+        axis."""
         checked: Axes = {}
         for key, values in axes.items():
             if key == "train.seed":
@@ -105,7 +108,7 @@ class Base:
 
     def _check_key(self, key: str) -> None:
         owner = self._owner(key)
-        if owner is None:  # a block that is left out: the builder makes it and judges the rest
+        if owner is None:  # a null block: the builder creates it and checks the rest
             return
         try:
             get_dotted(self.recipe, key)
@@ -120,7 +123,7 @@ class Base:
             raise UserError(f"--grid: {error}") from None
 
     def _components(self, block: str) -> list[type]:
-        """What a block of the recipe (`regularizer`) may be of: each a dataclass with a `kind`."""
+        """Return the possible classes of a recipe block (`regularizer`): dataclasses with a `kind`."""
         around = self._owner(block)
         if not dataclasses.is_dataclass(around):
             return []
@@ -137,16 +140,16 @@ class Base:
         return int in (hint, *typing.get_args(hint))
 
     def _owner(self, key: str) -> Any:
-        """The block that a key lies in; None if that, or a block around it, is null."""
+        """Return the block that contains a key; None if that, or a block around it, is null."""
         owner: Any = self.recipe
         for part in key.split(".")[:-1]:
             owner = getattr(owner, part, "") if owner is not None else None
         return owner
 
     def cells(self, points: Iterable[Mapping[str, Any]], seeds: int) -> Iterator[Cell]:
-        """Every point under every seed: the recipe's own train.seed, the next one, …
+        """Yield every point under every seed: the recipe's own train.seed, the next one, …
 
-        Raises UserError for a point that no run can be made of, and for two that would be the same runs.
+        Raises UserError for a point that is not a valid run, and for two that would be the same run.
         """
         seen: dict[str, str] = {}
         first = self.recipe.train.seed
@@ -182,7 +185,7 @@ def _check_point(recipe: Recipe, written: str) -> None:
     from flatshift.experiments.recipe.rules import check_cell, check_recipe
 
     try:
-        parts_of(recipe.data)  # refuses a recipe without training files
+        parts_of(recipe.data)  # rejects a recipe without training files
         check_recipe(recipe)
         check_cell(recipe)
     except ValueError as error:
@@ -190,9 +193,9 @@ def _check_point(recipe: Recipe, written: str) -> None:
 
 
 def _named(value: Any, written: Any) -> Any:
-    """A value as a table holds it; a component (`regularizer=plain,ggpo`) by its kind and what is written beside that.
+    """Return a value for a table; a component (`regularizer=plain,ggpo`) as its kind with its written settings.
 
-    written: in the grid; `{kind: ggpo, beta: 0}` is called `ggpo beta=0`.
+    written: in the grid; `{kind: ggpo, beta: 0}` becomes `ggpo beta=0`.
     """
     if not (dataclasses.is_dataclass(value) and hasattr(value, "kind")):
         return value
@@ -210,7 +213,7 @@ def _written(tree: Tree) -> str:
 
 
 def _under(resolved: Resolved, seed: int) -> Resolved:
-    """The same recipe under another seed."""
+    """Return the same recipe under another seed."""
     recipe = resolved.recipe
     return dataclasses.replace(
         resolved, recipe=dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, seed=seed))

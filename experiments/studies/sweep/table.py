@@ -1,8 +1,8 @@
-"""The tables of a sweep: cells.parquet and points.csv have a row per cell, curves.parquet one per recorded step.
+"""Tables of a sweep: cells.parquet and points.csv have a row per cell, curves.parquet one per recorded step.
 
-A cell that failed or stopped early keeps the steps that it recorded; the others of its plan follow without figures,
-marked with its `status` (`diverged`, `stopped early`, or `failed` for another reason), so that a curve along the steps
-knows of it.
+A cell that failed or stopped early keeps the steps that it recorded; the remaining steps of its plan follow without
+metrics, marked with its `status` (`diverged`, `stopped early`, or `failed` for another reason), so that curves along
+the steps can account for it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _PROGRESS = ("stage", "attempt", "step", "tokens", "lr", "time_s", "record_s")
-"""Keys of a trace line that say where it was written, not what was found."""
+"""Keys of a trace line that describe its position, not a measurement."""
 
 Row = dict[str, Any]
 
 
 def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | None = None) -> list[Row]:
-    """Write cells.parquet, curves.parquet and points.csv, each whole; returns the rows of cells.parquet.
+    """Write cells.parquet, curves.parquet and points.csv, each atomically; return the rows of cells.parquet.
 
-    Rows follow the plan. Cells without a result are left out; where none has one nothing is written. more: key of a
-    cell → further columns of its row.
+    Rows follow the plan. Cells without a result are left out; if none has one, nothing is written. more: key of a cell
+    → further columns of its row.
     """
     import pyarrow.parquet as pq
 
@@ -67,7 +67,7 @@ def write_table(out: Path, cells: Sequence[Cell], *, more: Mapping[str, Row] | N
 
 
 def final_figures(directory: Path) -> Row:
-    """`<split>.<metric>` and the trace's figures of the judged adapter; empty for a cell that failed."""
+    """Return `<split>.<metric>` and the trace's metrics of the evaluated adapter; empty for a cell that failed."""
     result = read_result(directory)
     if result is None or result["status"] != "done":
         return {}
@@ -77,7 +77,7 @@ def final_figures(directory: Path) -> Row:
 
 
 def _planned(cell: Cell, result: Mapping[str, Any], trace: Sequence[Row]) -> list[Row]:
-    """The trace of a cell at the steps that its recipe records, those that it did not reach marked."""
+    """Return a cell's trace at the steps that its recipe records; steps it did not reach are marked."""
     from flatshift.finetune.train.trace.files import as_planned, recorded_steps
 
     recipe = cell.resolved.recipe
@@ -93,9 +93,9 @@ def _figures(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
 
 
 def _measured(result: Mapping[str, Any], trace: Sequence[Row]) -> Row:
-    """Final figures: those that the trace has of the judged adapter's step, over them what it was judged with.
+    """Return final metrics: the trace's at the evaluated adapter's step, overridden by those of the evaluation.
 
-    That is the last step, or the best on dev; if that one was not recorded the trace gives nothing.
+    That step is the last, or the best on dev; if it was not recorded, the trace contributes nothing.
     """
     best = result.get("best_step")
     lines = trace[-1:] if best is None else [line for line in trace if line["step"] == best]
@@ -113,14 +113,14 @@ def _number(value: Any) -> float | None:
 
 
 class ColumnTable:
-    """Rows gathered column by column: names in order of appearance, absent values None."""
+    """Rows gathered column by column: names in order of appearance, missing values None."""
 
     def __init__(self) -> None:
         self._columns: dict[str, list[Any]] = {}
         self.rows = 0
 
     def add(self, *parts: Row) -> None:
-        """One row, made of parts; a later part wins."""
+        """Add one row, made of parts; a later part wins."""
         for part in parts:
             for name, value in part.items():
                 column = self._columns.setdefault(name, [])
@@ -133,11 +133,11 @@ class ColumnTable:
 
     @property
     def names(self) -> list[str]:
-        """Of the columns."""
+        """Column names."""
         return list(self._columns)
 
     def table(self) -> pa.Table:
-        """As a table; a column of mixed types becomes text."""
+        """Return the rows as a table; a column of mixed types becomes text."""
         import pyarrow as pa
 
         for column in self._columns.values():
@@ -157,7 +157,7 @@ def _column(values: list[Any]) -> pa.Array:
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a table cell: lists as text, infinities as they are."""
+    """Convert a setting to a table cell: lists to text, NaN to None, infinities unchanged."""
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value))
     return None if isinstance(value, float) and math.isnan(value) else value

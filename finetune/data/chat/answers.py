@@ -1,21 +1,23 @@
-"""What of a rendered conversation the assistant has to write, found exactly or refused.
+"""Location of the assistant's answers in a rendered conversation, exact or refused.
 
-An answer begins where the rendering of the turns before it, with the generation prompt, ends; it holds the assistant's
-content and tool calls, and closes with the end of turn that the template writes after them (`<|im_end|>`), without the
-white space behind that. This is what the model is asked for at inference: the header is given, the rest is its own.
+An answer starts where the rendering of the turns before it, with the generation prompt, ends; it contains the
+assistant's content and tool calls, and ends with the end of turn that the template writes after them (`<|im_end|>`),
+without trailing whitespace. This is what the model generates at inference, where the header is given.
 
-Templates without {% generation %} tags are asked with changed conversations, and every answer is proven:
+Templates without {% generation %} tags are probed with changed conversations, and every answer is verified:
 
-- start: the text before the turn, rendered with the generation prompt, is a prefix of the text up to the turn. Where
-  it is not (DeepSeek-R1 asks with `<think>` and writes finished turns without), the answer begins with its content.
-- end: a mark put behind the content shows what the template writes after it. The end of turn is as much of that as
-  stays when the conversation goes on; what only closes a conversation (Phi-3's `<|endoftext|>`) is not part of it.
-- whole conversation: every answer must stand in the whole text as it does when its turn is the last. Templates that
+- start: the text before the turn, rendered with the generation prompt, is a prefix of the text up to the turn.
+  Otherwise (DeepSeek-R1 prompts with `<think>` but renders finished turns without it), the answer starts with its
+  content.
+- end: a marker appended to the content shows what the template writes after it. The end of turn is the part that
+  remains when the conversation continues; text that only closes a conversation (Phi-3's `<|endoftext|>`) is not part of
+  it.
+- whole conversation: every answer must appear in the whole text as it does when its turn is the last. Templates that
   rewrite earlier turns (Qwen3 and gpt-oss drop thoughts, gpt-oss changes the end of turn, Mistral moves the system
-  turn) fail this; the conversation then becomes several samples, each ending with one of its turns, in which every
-  answer stands exactly as the model has to write it.
+  turn) fail this; the conversation then becomes several examples, each ending with one of its turns, in which every
+  answer appears exactly as the model has to generate it.
 
-Where a template has the tags, they decide, and are checked to hold every answer.
+If a template has the tags, they decide, and are checked to contain every answer.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 from .conversation import Conversation, text_of
 from .template import CannotRender, ChatTemplate, Messages, Tools, thoughts_of
 
-_MARK = "xQZ0markedhere0ZQx"  # letters alone: nothing strips, splits or escapes them; found twice, it is refused
+_MARK = "xQZ0markedhere0ZQx"  # only letters and digits, so that no template strips, splits or escapes it
 _PROBE = "."
 _EMPTY_THOUGHTS = re.compile(r"<(think|thinking)>\s*</\1>\s*")
 _LONGEST_TAG = len("<thinking>") + 8
@@ -38,22 +40,22 @@ Span = tuple[int, int]
 
 
 class AmbiguousTemplate(ValueError):
-    """Where an answer begins or ends cannot be proven; says why."""
+    """The start or end of an answer cannot be proven; says why."""
 
 
 class _ToolsLost(AmbiguousTemplate):
-    """The template leaves out tools, or a call of one."""
+    """The template omits tools, or a tool call."""
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedConversation:
-    """A rendered conversation, or the beginning of one that ends with a turn of the assistant."""
+    """A rendered conversation, or the beginning of one that ends with an assistant turn."""
 
     text: str
     spans: tuple[Span, ...]
-    """Start and end, in characters, of what is supervised, in order and apart."""
+    """Start and end, in characters, of the target spans, in order and disjoint."""
     last: int
-    """Index in `text` at which the last answer begins, behind thoughts without a word that are not supervised."""
+    """Start of the last answer in `text`, after empty thoughts that are not trained on."""
 
     def until(self, size: int) -> RenderedConversation:
         """The first `size` characters of it; a span that goes on ends behind them."""
@@ -64,7 +66,7 @@ class RenderedConversation:
 @dataclass(frozen=True, slots=True)
 class _Answer:
     text: str
-    """The conversation up to the turn and including it."""
+    """The conversation up to and including the turn."""
     start: int
     end: int
 
@@ -74,10 +76,9 @@ class _Answer:
 
 
 class AssistantSpans:
-    """Samples of conversations under one template.
+    """Finder of target spans of conversations under one template.
 
-    `asked_otherwise`, `thoughts_left_out` and `empty_thoughts` count turns that came out differently from what one
-    might think.
+    `asked_otherwise`, `thoughts_left_out` and `empty_thoughts` count turns rendered in an unexpected way, for notes.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class AssistantSpans:
     ) -> None:
         """
         Arguments:
-            tokens: (start, end) in characters of each token of a text.
-            empty_thoughts: whether thoughts without a word at the beginning of an answer belong to it.
+            tokens: returns (start, end) in characters of each token of a text.
+            empty_thoughts: True if empty thoughts at the start of an answer belong to it.
         """
         self.template = template
         self.asked_otherwise = 0
@@ -94,15 +95,15 @@ class AssistantSpans:
         self.empty_thoughts = 0
         self._supervise_empty = empty_thoughts
         self._tokens = tokens
-        self._tails: dict[str, int] = {}  # after content: what the template writes → how much of it ends the turn
+        self._tails: dict[str, int] = {}  # text after the content → number of its characters that end the turn
 
     def samples(self, conversation: Conversation, *, last_only: bool) -> list[RenderedConversation]:
-        """The samples of a conversation, the one with its last turn first.
+        """Return the examples of a conversation; the one with its last turn is first.
 
         Raises:
             CannotRender: the template raises.
-            Unclear: the answers cannot be found exactly.
-            ValueError: as `Conversation.supervised`.
+            AmbiguousTemplate: the answers cannot be located exactly.
+            ValueError: with `last_only`, the last turn has `weight: 0`.
         """
         places = conversation.supervised(last_only=last_only)
         try:
@@ -126,7 +127,7 @@ class AssistantSpans:
         return _Answer(text, self._behind_empty_thoughts(text, start, end), end)
 
     def _behind_empty_thoughts(self, text: str, start: int, end: int) -> int:
-        """`start`, or the end of thoughts without a word that begin there, or a little before."""
+        """Return `start`, or the end of empty thoughts that start there or just before."""
         if self._supervise_empty:
             return start
         found = _EMPTY_THOUGHTS.search(text, max(0, start - _LONGEST_TAG), end)
@@ -135,7 +136,7 @@ class AssistantSpans:
         self.empty_thoughts += 1
         return found.end()
 
-    # ------------------------------------------------------------------------------------------- the beginning
+    # ------------------------------------------------------------------------------------------------------------ start
 
     def _start(self, text: str, words_end: int, messages: Messages, place: int, tools: Tools) -> int:
         before, turn = messages[:place], messages[place]
@@ -147,8 +148,8 @@ class AssistantSpans:
             alone = written is not None and not between[: len(between) - len(written)].strip()
             if alone or asked != self.template.render(before, tools) or not self._header(asked, before, tools):
                 return len(asked)
-        # The template asks in another way than it writes, or does not ask at all: then the content itself begins the
-        # answer, which is proven to stand directly before what the mark showed.
+        # The generation prompt differs from the rendered turn, or there is none: then the answer starts with its
+        # content, which must end exactly where the marker was.
         written = _written(text[:words_end], content) if not turn.get("tool_calls") else None
         if not written:
             _check_said(text, turn, place)
@@ -160,14 +161,14 @@ class AssistantSpans:
         return words_end - len(written)
 
     def _header(self, asked: str, before: Messages, tools: Tools) -> bool:
-        """Whether a template without a generation prompt writes something in front of a turn's content."""
+        """Return True if a template without a generation prompt writes text before a turn's content."""
         text = self.template.render([*before, {"role": "assistant", "content": _MARK}], tools)
         return not text.startswith(asked) or bool(text[len(asked) :].partition(_MARK)[0].strip())
 
-    # ------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------------------------------- end
 
     def _tail(self, text: str, messages: Messages, place: int, tools: Tools) -> tuple[str, int]:
-        """What `text` has after the words of its last turn, and how many characters of it end the turn."""
+        """Return the text after the content of the last turn, and how many of its characters end the turn."""
         turn = messages[place]
         if not turn.get("tool_calls"):
             content = text_of(turn)
@@ -193,7 +194,8 @@ class AssistantSpans:
         return tail, kept
 
     def _continued(self, marked: Messages, following: Messages, tools: Tools) -> str | None:
-        """What comes after the mark when the conversation goes on; None where the template allows no continuation."""
+        """Return the text after the marker when the conversation continues; None if the template allows no
+        continuation."""
         for more in (following, [{"role": "user", "content": _PROBE}], [{"role": "tool", "content": _PROBE}]):
             try:
                 text = self.template.render([*marked, *more], tools) if more else ""
@@ -204,7 +206,8 @@ class AssistantSpans:
         return None
 
     def _lone_end(self, tail: str, place: int) -> int:
-        """Where the template ends the last turn by another token than earlier ones, that token is the end."""
+        """Return the end if the last turn ends with a token unlike earlier turns: then this single token is the end
+        of turn."""
         end = len(tail.rstrip())
         inside = [span for span in self._tokens(tail) if tail[span[0] : span[1]].strip()]
         if not end:
@@ -229,7 +232,8 @@ class AssistantSpans:
     # ------------------------------------------------------------------------------------------- checks
 
     def _check_whole(self, answer: str, turn: dict[str, Any], place: int) -> None:
-        """All that the assistant said must be in the answer, but for white space."""
+        """Check that the answer contains the turn's content and tool calls, ignoring whitespace; count omitted
+        thoughts."""
         _check_said(answer, turn, place)
         for call in turn.get("tool_calls", []):
             function = call.get("function", call)
@@ -242,7 +246,8 @@ class AssistantSpans:
     # ------------------------------------------------------------------------------------------- tags
 
     def _tagged(self, conversation: Conversation, places: Sequence[int]) -> RenderedConversation:
-        """The template's own marks, told apart by turn: those that come with a turn are its own."""
+        """Return the conversation with the spans of the template's tags, which are assigned to turns by rendering
+        ever longer beginnings."""
         messages, tools = conversation.messages, conversation.tools
         end = places[-1] + 1
         text, blocks = self.template.render_tagged(messages[:end], tools)
@@ -272,7 +277,7 @@ class AssistantSpans:
 
 
 def _together(answers: list[_Answer]) -> list[RenderedConversation]:
-    """As few samples as hold every answer where it stands as it does when its turn is the last."""
+    """Return as few examples as contain every answer exactly as rendered when its turn is the last."""
     samples = []
     while answers:
         whole = answers[-1]
@@ -293,7 +298,7 @@ def _check_said(text: str, turn: dict[str, Any], place: int) -> None:
 
 
 def _check_context(text: str, messages: Messages, tools: Tools) -> None:
-    """What an answer answers must be there: templates leave out roles, and tools, that they do not know."""
+    """Check that the context of an answer is rendered: templates omit roles, and tools, that they do not know."""
     squeezed = _squeezed(text)
     for number, turn in enumerate(messages, start=1):
         if turn["role"] not in ("assistant", "tool") and _squeezed(text_of(turn)) not in squeezed:
@@ -305,7 +310,7 @@ def _check_context(text: str, messages: Messages, tools: Tools) -> None:
 
 
 def _marked(turn: dict[str, Any]) -> dict[str, Any]:
-    """The turn with the mark behind its last words: in its last tool call, else at the end of its content."""
+    """Return the turn with the marker after its last words: in its last tool call, else at the end of its content."""
     turn = copy.deepcopy(turn)
     if turn.get("tool_calls"):
         call = turn["tool_calls"][-1]
@@ -318,7 +323,8 @@ def _marked(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _written(text: str, content: str) -> str | None:
-    """The content as `text` ends with it: whole, or stripped as many templates do; None where it does not, or "" ."""
+    """Return the content in the form in which `text` ends with it: whole, or stripped as many templates do; None if
+    it does not, or is empty."""
     for form in (content, content.rstrip(), content.lstrip(), content.strip()):
         if form and text.endswith(form):
             return form
@@ -326,7 +332,7 @@ def _written(text: str, content: str) -> str | None:
 
 
 def _common(one: str, other: str) -> int:
-    """Length of the common beginning."""
+    """Return the length of the common prefix."""
     for i, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return i

@@ -1,4 +1,4 @@
-"""A row's conversation: its turns and tools, checked before a template sees them."""
+"""A row's conversation: turns and tools, checked before a template renders them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from ..rows import Row
 
-# What may stand directly before a turn; None: nothing. Templates differ in what they raise on and what they write
-# wrongly in silence, so the order is checked here, the same for all.
+# Roles allowed directly before a turn; None: at the start. Templates differ in which orders they reject and which they
+# silently render wrongly, so the order is checked here for all of them.
 _BEFORE: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
     "developer": (None, "system"),
@@ -28,20 +28,20 @@ _SHAREGPT = {
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns of one row, as a chat template takes them."""
+    """The turns of one row, in the form that chat templates take."""
 
     messages: list[dict[str, Any]]
-    """`role`, `content` and what else the row gives; keys without a value are left out."""
+    """`role`, `content` and further keys of the row; keys without a value are removed."""
     tools: list[dict[str, Any]] | None
-    """Definitions of the functions that may be called, or None."""
+    """Definitions of callable functions, or None."""
     answers: tuple[int, ...]
-    """Places of the assistant's turns that may be supervised (all but those with `weight: 0`), in order."""
+    """Indices of the assistant's turns that may be trained on (all but those with `weight: 0`), in order."""
 
     def supervised(self, *, last_only: bool) -> tuple[int, ...]:
-        """Places of the turns that are: `answers`, or the assistant's last turn alone.
+        """Return the indices of the turns to train on: `answers`, or only the assistant's last turn.
 
         Raises:
-            ValueError: that one has `weight: 0`. The turn before it must not take its place.
+            ValueError: the last turn has `weight: 0`. An earlier turn must not replace it.
         """
         if not last_only:
             return self.answers
@@ -55,17 +55,17 @@ class Conversation:
 
 
 def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
-    """The conversation of `row`, in the columns `messages`, `tools` and `system`.
+    """Return the conversation of `row`, from the columns `messages`, `tools` and `system`.
 
     Turns are `{role, content[, tool_calls, …]}`, or ShareGPT's `{from, value}` with human, gpt, system, function_call
-    and observation. A column, and the arguments of a call, may be JSON text. `weight: 0` (OpenAI's format) leaves an
-    assistant's turn unsupervised.
+    and observation. A column, and the arguments of a call, may be JSON text. `weight: 0` (OpenAI's format) excludes an
+    assistant turn from training.
 
     Arguments:
-        system: a system turn for a conversation that begins without one and has none in the column `system`.
+        system: system turn for a conversation that starts without one and has none in the column `system`.
     Raises:
-        ValueError: what is wrong with the row: no list of turns, an unknown role, roles out of order, an empty turn of
-            the assistant, content that is not text, no turn of the assistant, two system turns.
+        ValueError: the reason why the row is bad: no list of turns, an unknown role, roles out of order, an empty
+            assistant turn, content that is not text, no assistant turn, two system turns.
     """
     tools = row.values.get("tools")
     messages = _turns(row, system)
@@ -80,7 +80,7 @@ def read_conversation(row: Row, *, system: str | None = None) -> Conversation:
 
 
 def open_turns(row: Row, *, system: str | None = None) -> list[dict[str, Any]]:
-    """The turns of `row` up to the last that the assistant has to answer; its own last answer is left out.
+    """Return the turns of `row` up to the last one that the assistant has to answer; its own last answer is removed.
 
     Raises:
         ValueError: as `read_conversation`; or there is nothing to answer.
@@ -173,7 +173,7 @@ def _from_sharegpt(message: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects, which templates write as JSON."""
+    """Return tool calls with their arguments as objects, which templates render as JSON."""
     if not isinstance(calls, list):
         raise ValueError(f"tool_calls of turn {number} is {_article(calls)}, not a list")
     found = []
@@ -195,7 +195,7 @@ def _calls(calls: Any, number: int) -> list[dict[str, Any]]:
 
 
 def _json(value: Any) -> Any:
-    """The value of JSON text, or the value itself; None: text of another kind."""
+    """Return the value of JSON text, or a value that is not text as it is; None for text that is not JSON."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -234,7 +234,7 @@ def _check_text(*parts: Any) -> None:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The content of a turn as one text, its parts joined."""
+    """Return the content of a turn as one text, with its parts joined."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part["text"] for part in content)

@@ -1,8 +1,8 @@
-"""Rows of conversations to examples; what is lost on the way is counted, and past a share refused.
+"""Encoding of conversations into examples, with losses counted and limited.
 
-A sample that is longer than `max_length` loses its right end, as in most tools: what is left is the beginning of a
-valid rendering, and every answer still follows all that it answers. Answers beyond the cut are not learnt, one across
-it is learnt up to there (without its end of turn). `train.overlong` leaves such samples out or refuses them instead.
+An example longer than `max_length` is truncated from the right, as in most tools: the rest is the beginning of a valid
+rendering, and every answer still follows its full context. Answers after the cut are lost; one across it is trained on
+up to the cut (without its end of turn). With `train.overlong` such examples are dropped or refused instead.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class _Counts:
     tokens: int = 0
     supervised: int = 0
     apart: int = 0
-    """Rows that became several samples."""
+    """Rows that became several examples."""
     cut_answers: int = 0
-    """Rows with an answer that is cut or beyond the cut."""
+    """Rows with an answer that is truncated or entirely after the cut."""
     unsupervised: int = 0
-    """Rows of which nothing supervised is left."""
+    """Rows without any target token left."""
     in_pieces: int = 0
-    """Samples with an answer that began or ended inside a token."""
+    """Examples with an answer that starts or ends inside a token."""
     filled: int = 0
-    """Rows of Parquet or Arrow whose turns or tools came with keys that hold null."""
+    """Rows of Parquet or Arrow files whose turns or tools have null-valued keys."""
     nulls: int = 0
-    """Those keys."""
+    """Number of these keys."""
     form: str = ""
-    """What the turns were made of (`flatshift.finetune.data.rows.FORMS`)."""
+    """Source of the turns (`flatshift.finetune.data.rows.FORMS`)."""
     lengths: list[int] = field(default_factory=list)
     """Tokens that each row needs to be whole."""
     at_least: int | None = None
@@ -59,10 +59,10 @@ class _Counts:
 
 
 class ChatEncoder:
-    """Takes rows a run at a time, and knows at the end what was lost of them all.
+    """Encoder of conversations in chunks that checks at the end how much was lost.
 
-    A row may become several examples (`flatshift.finetune.data.chat.answers`); the one with its last turn comes first
-    and alone has an `answer` to generate (score: generate), the others are called `<id>#1`, `#2`, ….
+    A row may become several examples (`flatshift.finetune.data.chat.answers`); the one with its last turn is first and
+    is the only one with an `answer` to generate (score: generate), the others have ids `<id>#1`, `#2`, ….
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChatEncoder:
         example yet, by default `max_length`.
 
         Raises:
-            UserError: no template; samples that are to lose their left end.
+            UserError: an invalid template; truncation from the left.
         """
         if truncation == "left":
             raise UserError(
@@ -98,15 +98,15 @@ class ChatEncoder:
         self._added = set(tokenizer.added_tokens_decoder)
         self._first: Row | None = None
         self._first_bad = ""
-        self._end: int | None = None  # the last supervised token of the first example
+        self._end: int | None = None  # last target token of the first example
 
     def add(self, rows: Iterable[Row]) -> Encoded:
-        """The examples of these rows, and what was cut or left out of them.
+        """Encode these rows; return the examples and the counts of dropped and truncated ones.
 
         Raises:
-            UserError: a row that is malformed, that the template fails on, or whose answers cannot be found exactly
-                (unless skipped); a longer one (if refused); answers that generation could not know the end of (score:
-                generate).
+            UserError: a row that is malformed, that the template rejects, or whose answers cannot be located exactly
+                (unless skipped); an example that is too long (if refused); answers without a token at which generation
+                could stop (score: generate).
         """
         rest = DroppedRows(self.bad_rows, self.overlong, self.max_length)
         examples: list[Example] = []
@@ -117,7 +117,7 @@ class ChatEncoder:
         return rest.encoded(examples)
 
     def close(self) -> tuple[str, ...]:
-        """What there is to know of all rows, a sentence each.
+        """Return notes on all rows, one sentence each.
 
         Raises:
             UserError: no row left; more lost than the task allows.
@@ -127,13 +127,13 @@ class ChatEncoder:
         return tuple(self._notes())
 
     def reads_key(self, key: str) -> bool:
-        """True if the template knows a key of turns."""
+        """Return True if the template uses a key of turns."""
         return self.answers.template.reads_key(key)
 
     def _tokenised(
         self, chunk: Sequence[Row], rest: DroppedRows
     ) -> Iterator[tuple[Row, list[RenderedConversation], list[Tokenised]]]:
-        """The rows of a chunk with their samples, tokenised at once."""
+        """Yield the rows of a chunk with their examples, tokenised in one batch."""
         found = [(row, samples) for row in chunk if (samples := self._samples(row, rest))]
         room = None if self.room >= _ANY_LENGTH else self.room
         flat = iter(self.tokens.samples([sample for _, samples in found for sample in samples], room=room))
@@ -202,7 +202,7 @@ class ChatEncoder:
     def _example(self, row: Row, number: int, one: Tokenised) -> Example:
         limit = self.max_length
         ids, on = one.ids[:limit], one.supervised[:limit]
-        # The first token of a sample has nothing that could predict it.
+        # Nothing predicts the first token of an example.
         labels = [IGNORE, *(token if yes else IGNORE for token, yes in zip(ids[1:], on[1:], strict=True))]
         size = sum(size for size, label in zip(one.sizes, labels[: self.room], strict=False) if label != IGNORE)
         name = f"{row.id}#{number}" if number else row.id
@@ -216,7 +216,7 @@ class ChatEncoder:
         return Example(ids, labels, name, row.where, size, answer=answer, prompt=prompt, stop=self._stop(row, said))
 
     def _stop(self, row: Row, said: list[int]) -> int:
-        """The token at which a generated answer is over: the last of the answer, white space aside."""
+        """Return the token at which a generated answer ends: the last of the answer, ignoring whitespace."""
         for token in reversed(said):
             if token in self._added:
                 return token
@@ -284,7 +284,7 @@ class ChatEncoder:
             )
 
     def template_notes(self) -> Iterator[str]:
-        """Sentences on turns that the template writes otherwise than one might think."""
+        """Yield notes on turns that the template renders in an unexpected way."""
         if self.answers.asked_otherwise:
             yield (
                 f"{self.answers.asked_otherwise:,} answers do not follow the template's generation prompt word for "
@@ -337,11 +337,12 @@ _ANY_LENGTH = 1 << 40
 def ask(
     rows: Iterable[Row], *, task: Chat, tokenizer: PreTrainedTokenizerBase, bad_rows: str = "refuse"
 ) -> tuple[list[Question], list[str]]:
-    """A question of each row, in order, and `file:line: reason` of those left out.
+    """Return a question for each row, in order, and `file:line: reason` of the skipped rows.
 
     Raises:
-        UserError: as `ChatEncoder`; a conversation that nobody has to answer (unless skipped).
+        UserError: as `ChatEncoder`; a conversation with nothing to answer (unless skipped).
     """
+    # The turns already include the system turn; empty thoughts are part of the answer, so the prompt ends before them.
     encoder = ChatEncoder(
         dataclasses.replace(task, score="generate", system=None, empty_thoughts=True),
         tokenizer,
@@ -358,7 +359,7 @@ def ask(
                 raise UserError(f"{row.where}: {error}; or leave such rows out with data.bad_rows: skip") from error
             skipped.append(f"{row.where}: {error}")
             continue
-        in_parts = isinstance(turns[-1].get("content"), list)  # as some templates need it
+        in_parts = isinstance(turns[-1].get("content"), list)  # some templates require it
         turns.append({"role": "assistant", "content": [{"type": "text", "text": _WORD}] if in_parts else _WORD})
         encoded = encoder.add([dataclasses.replace(row, values={**row.values, "messages": turns})])
         skipped += encoded.skipped
@@ -371,5 +372,5 @@ def ask(
 
 
 def question(text: str, number: int) -> Row:
-    """The row of a conversation that begins with this turn of the user."""
+    """Return the row of a conversation that starts with this user turn."""
     return Row({"messages": [{"role": "user", "content": text}]}, f"prompt-{number}", f"--prompt {number}")

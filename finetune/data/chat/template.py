@@ -1,6 +1,6 @@
-"""The Jinja text that writes conversations: the tokenizer's own, the user's, or one of those that ship.
+"""Jinja templates that render conversations: the tokenizer's own, the user's, or one of the shipped ones.
 
-Rendering is transformers' own, in its sandbox, so that a conversation reads here as it does everywhere else.
+Rendering uses transformers' own code, in its sandbox, so that a conversation looks the same here as elsewhere.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ if TYPE_CHECKING:
 _SHIPPED = Path(__file__).resolve().parent / "templates"
 _TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOO_MUCH = (ArithmeticError, RecursionError, MemoryError)
-"""What a template may ask of Python that it cannot do: 1 // 0, a macro that calls itself, a text of petabytes."""
+"""Python errors that a template may cause: 1 // 0, a macro that calls itself, a text of petabytes."""
 _CONTROL = re.compile(r"\{#- control tokens: ([^;#]*?)(?:; end of turn: (\S+))? -#\}")
-"""The first line of a shipped template that writes control tokens, and the one that ends a turn unless the end of
-sequence does."""
+"""First line of a shipped template with control tokens, and the token that ends a turn unless that is the end of
+sequence."""
 _NOW = re.compile(r"strftime_now\(\s*(?:'([^']*)'|\"([^\"]*)\")?")
 
 AUTO, FOR_BASES = "auto", "base"
-"""`task.template`: the tokenizer's own, and the shipped one that takes its place where there is none."""
+"""Values of `task.template`: the tokenizer's own, and the shipped one used instead if there is none."""
 _WITH_TOOLS = ("hermes", FOR_BASES)
-"""Shipped templates that write tools."""
+"""Shipped templates that render tools."""
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a turn has what was thought before it; templates read one or the other."""
+"""Keys of a turn for the reasoning before it; each template reads one of them."""
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 
 
 class CannotRender(ValueError):
-    """The template refuses this conversation, or trips over it."""
+    """The template rejects this conversation, or fails on it."""
 
 
 def shipped_templates() -> list[str]:
-    """Names that `task.template` knows, sorted."""
+    """Return the names of the shipped templates, sorted."""
     return sorted(file.stem for file in _SHIPPED.glob("*.jinja"))
 
 
 def template_file(name: str) -> Path:
-    """The file that `task.template` names: a shipped name, else a path.
+    """Return the file that `task.template` names: a shipped name, else a path.
 
     Raises:
-        UserError: there is neither.
+        UserError: neither exists.
     """
     shipped = shipped_templates()
     if name in shipped:
@@ -72,10 +72,10 @@ def template_file(name: str) -> Path:
 
 
 def template_text(name: str) -> str:
-    """The Jinja text that `task.template` names.
+    """Return the Jinja text that `task.template` names.
 
     Raises:
-        UserError: no such file, or it is not text.
+        UserError: the file does not exist or is not text.
     """
     path = template_file(name)
     try:
@@ -85,7 +85,7 @@ def template_text(name: str) -> str:
 
 
 def template_record(task: Chat) -> dict[str, str] | None:
-    """`path, sha256` of the template that the task names, for a manifest; None for `auto`."""
+    """Return `path, sha256` of the template that the task names, for a manifest; None for `auto`."""
     if task.template == AUTO:
         return None
     digest = hashlib.sha256(template_text(task.template).encode()).hexdigest()
@@ -93,12 +93,12 @@ def template_record(task: Chat) -> dict[str, str] | None:
 
 
 def resolved_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """`name`, or the shipped template for base models where it is `auto` and the tokenizer has none of its own."""
+    """Return `name`, or the shipped template for base models if it is `auto` and the tokenizer has no template."""
     return FOR_BASES if name == AUTO and not tokenizer.chat_template else name
 
 
 def template_line(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Which template is in use and why, for a person; name: as the recipe has it."""
+    """Return a message on the template in use and the reason; name: as in the recipe."""
     found = resolved_template(name, tokenizer)
     if found == AUTO:
         return "chat template: the tokenizer's own"
@@ -111,18 +111,18 @@ def template_line(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def with_arguments(text: str, arguments: Mapping[str, Any] | None) -> str:
-    """The Jinja text with `arguments` as what its variables are where nobody sets them."""
+    """Return the Jinja text with `arguments` as defaults of its variables."""
     if not arguments:
         return text
     head = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value)} %}}{{%- endif %}}"
         for name, value in arguments.items()
     )
-    return f"{head}\n{text}"  # the line end behind a block is not written (trim_blocks)
+    return f"{head}\n{text}"  # the newline after a block is not rendered (trim_blocks)
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
+    """Return a JSON value as a Jinja literal."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_literal, value))}]"
     if isinstance(value, dict):
@@ -131,7 +131,7 @@ def _literal(value: Any) -> str:
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
-    """Make the template and arguments of `task` the tokenizer's own, so that whoever has it asks as in training."""
+    """Store template and arguments of `task` in the tokenizer, so that its users prompt the model as in training."""
     name = resolved_template(task.template, tokenizer)
     own: Any = tokenizer.chat_template if name == AUTO else template_text(name)
     texts = own if isinstance(own, dict) else {"": own}
@@ -140,11 +140,11 @@ def set_template(tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
 
 
 class ChatTemplate:
-    """Writes conversations as `task` and `tokenizer` say."""
+    """Renderer of conversations for `task` and `tokenizer`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, task: Chat) -> None:
-        """Raises UserError: a template that writes today's date, or ends turns by a token that the tokenizer has not;
-        arguments that it does not read."""
+        """Raise UserError for a template that prints today's date or ends turns with a token that the tokenizer
+        lacks, or for arguments that it does not read."""
         self.tokenizer = tokenizer
         name = resolved_template(task.template, tokenizer)
         self.name = "the tokenizer's chat template" if name == AUTO else "task.template"
@@ -160,7 +160,7 @@ class ChatTemplate:
         self._check_arguments()
 
     def _missing_tokens(self) -> tuple[str, ...]:
-        """Control tokens of a shipped template that are none of the tokenizer's, so that it writes them in others."""
+        """Return control tokens of a shipped template that the tokenizer lacks and would split into several tokens."""
         found = _CONTROL.match(self._given or "")
         if found is None:
             return ()
@@ -174,7 +174,7 @@ class ChatTemplate:
         return missing
 
     def reads(self, argument: str) -> bool:
-        """True if the template reads a variable of this name."""
+        """Return True if the template reads a variable of this name."""
         return any(re.search(rf"\b{argument}\b", text) for text in self._texts())
 
     def _texts(self) -> list[str]:
@@ -193,19 +193,19 @@ class ChatTemplate:
 
     @property
     def with_tools(self) -> str:
-        """Advice where it writes no tools: a clause that names a shipped template that does; empty if this is
-        one."""
+        """Advice for a template that renders no tools: a clause that names a shipped one that does; empty if this
+        one does."""
         if self._ships in _WITH_TOOLS:
             return ""
         name = _WITH_TOOLS[0] if _is_token(self.tokenizer, "<|im_end|>") else FOR_BASES
         return f"; task.template: {name} ships and writes tools"
 
     def tagged(self, tools: Tools) -> bool:
-        """Whether the template itself marks what the assistant writes, by {% generation %}."""
+        """Return True if the template itself marks the assistant's text with {% generation %} tags."""
         return _TAG.search(self.source(tools)) is not None
 
     def source(self, tools: Tools) -> str:
-        """The Jinja text for conversations with or without tools (some tokenizers have two)."""
+        """Return the Jinja text for conversations with or without tools (some tokenizers have two)."""
         known = bool(tools)
         if known not in self._sources:
             try:
@@ -216,7 +216,7 @@ class ChatTemplate:
         return self._sources[known]
 
     def reads_key(self, key: str) -> bool:
-        """True if the text names a key of turns; thoughts go under each of their names."""
+        """Return True if the template text contains a key of turns; any name for thoughts counts for all of them."""
         if key not in self._keys:
             names = "|".join(map(re.escape, THOUGHTS if key in THOUGHTS else (key,)))
             text = self.source(None) + self.source([{}])
@@ -224,7 +224,8 @@ class ChatTemplate:
         return self._keys[key]
 
     def _dated(self, text: str) -> str:
-        """The text with `strftime_now` fixed to `task.date`: otherwise a run resumed tomorrow would read other rows."""
+        """Return the text with `strftime_now` fixed to `task.date`; otherwise a run resumed on another day would see
+        other rows."""
         formats = [single or double for single, double in _NOW.findall(text)]
         if not formats:
             return text
@@ -238,11 +239,11 @@ class ChatTemplate:
         day = datetime.datetime.fromisoformat(self._date)
         known = {json.dumps(form): json.dumps(day.strftime(form)) for form in formats}
         table = ", ".join(f"{form}: {shown}" for form, shown in known.items())
-        # A macro of the template's own hides the global function; the line end behind it is not written (trim_blocks).
+        # A macro in the template shadows the global function; the newline after it is not rendered (trim_blocks).
         return f"{{% macro strftime_now(form) -%}}{{{{- {{{table}}}[form] -}}}}{{%- endmacro %}}\n{text}"
 
     def render(self, messages: Messages, tools: Tools, *, prompt: bool = False) -> str:
-        """The conversation as text; with `prompt`, followed by what asks the assistant for its turn.
+        """Return the conversation as text; with `prompt`, followed by the generation prompt.
 
         Raises:
             CannotRender: the template raises.
@@ -251,7 +252,7 @@ class ChatTemplate:
         return self._render(messages, tools, prompt=prompt, track=False)[0]
 
     def render_tagged(self, messages: Messages, tools: Tools) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the (start, end) of every non-empty stretch inside the template's {% generation %} tags."""
+        """Return the text, and (start, end) of every non-empty span inside the template's {% generation %} tags."""
         text, blocks = self._render(messages, tools, prompt=False, track=True)
         return text, [block for block in blocks if block[0] < block[1]]
 
@@ -261,7 +262,8 @@ class ChatTemplate:
         calls = [call for turn in messages for call in turn.get("tool_calls", ())]
         if not calls or self._calls_in_text:
             return self._rendered(messages, tools, prompt=prompt, track=track)
-        # Most templates take arguments as an object; others join them to text (DeepSeek), or would write Python's form.
+        # Most templates take arguments as an object; others concatenate them with text (DeepSeek) or would print
+        # Python's repr, and need JSON text. Try objects first and remember which form works.
         objects = [repr(arguments) for call in calls if (arguments := call.get("function", call).get("arguments"))]
         try:
             found = self._rendered(messages, tools, prompt=prompt, track=track)
@@ -307,8 +309,8 @@ class ChatTemplate:
         return text, [(start, end) for start, end in blocks[0]] if track else []
 
     def _as_read(self, turn: dict[str, Any]) -> dict[str, Any]:
-        """The turn with its thoughts under the names that templates read, as newer versions of transformers do, and
-        arguments of calls as text where the template wants that."""
+        """Return the turn with its thoughts under the names that templates read, as newer versions of transformers
+        do, and with arguments of calls as text if the template needs that."""
         thoughts = thoughts_of(turn)
         if thoughts is not None:
             turn = {"thinking": thoughts, **turn, "reasoning_content": thoughts}
@@ -327,5 +329,5 @@ def _is_token(tokenizer: PreTrainedTokenizerBase, token: str) -> bool:
 
 
 def thoughts_of(turn: dict[str, Any]) -> Any:
-    """What was thought before the turn; None: nothing."""
+    """Return the reasoning before the turn; None if there is none."""
     return next((turn[name] for name in THOUGHTS if turn.get(name) is not None), None)

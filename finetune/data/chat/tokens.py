@@ -1,4 +1,4 @@
-"""From supervised characters to supervised tokens.
+"""Mapping from target characters to target tokens.
 
 The whole text is tokenised at once, as it is at inference, and spans are mapped by the tokens' places in it. Where the
 edge of a span falls inside a token (a generation prompt that ends with a space, say), the text is tokenised in pieces
@@ -27,7 +27,7 @@ _AT_ONCE = 1024
 
 @dataclass(frozen=True, slots=True)
 class Tokenised:
-    """A sample in tokens; all lists are as long as `ids`."""
+    """A tokenised example; all lists are as long as `ids`."""
 
     ids: list[int]
     supervised: list[bool]
@@ -44,18 +44,18 @@ class Tokenised:
 
 
 class CannotMap(ValueError):
-    """Tokens cannot be told apart at the edge of a span; says why."""
+    """Tokens cannot be separated at the edge of a span; says why."""
 
 
 class TokenMap:
-    """Tokenises samples, without adding a special token: a template writes all there are."""
+    """Tokeniser of examples that adds no special tokens: the template renders all of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self._special = set(tokenizer.all_special_ids)
 
     def places(self, text: str) -> list[Span]:
-        """Where each token of `text` is, in characters, without gaps: white space that a tokenizer leaves out belongs
+        """Return the character span of each token of `text`, without gaps: whitespace that a tokenizer skips belongs
         to the token after it."""
         return self._batch([text])[0][1]
 
@@ -180,12 +180,12 @@ class TokenMap:
         return [(ids, self._by_beginnings(text, ids)) for text, ids in zip(texts, batch["input_ids"], strict=True)]
 
     def _by_beginnings(self, text: str, ids: list[int]) -> list[Span]:
-        """Places of tokens for a tokenizer that does not tell them: by the length of what ever longer beginnings of
-        `ids` decode to, which must be a beginning of the text."""
+        """Return token spans for a tokenizer without offsets: by the length of the decoded prefixes of `ids`, each
+        of which must be a prefix of the text."""
         ends, known = [], 0
         for count in range(1, len(ids) + 1):
             shown = self._decode(ids[:count])
-            if shown.endswith("\ufffd"):  # half of a character: it ends with the token that completes it
+            if shown.endswith("\ufffd"):  # incomplete character: it ends with the token that completes it
                 ends.append(known)
                 continue
             if not text.startswith(shown):
@@ -198,18 +198,18 @@ class TokenMap:
 def _gapless(places: Sequence[tuple[int, int]]) -> list[Span]:
     filled, before = [], 0
     for start, end in places:
-        # Several tokens may share one character (its bytes): then they start before the last one's end.
+        # Several tokens may share one character (its bytes), so a token may start before the previous one's end.
         filled.append((min(start, before), max(end, before)))
         before = max(end, before)
     return filled
 
 
 def _covered(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Which tokens lie in a span; spans are in order and apart."""
+    """Return for each token whether it is in a span; spans are in order and disjoint."""
     covered, k = [], 0
     for start, end in places:
         while k < len(spans) and spans[k][1] < end:
             k += 1
-        # A token without a character of its own belongs to a span that it is inside of, not to one that it precedes.
+        # A token without characters belongs to a span that contains it, not to one that it precedes.
         covered.append(k < len(spans) and (spans[k][0] < start or (spans[k][0] == start < end)))
     return covered

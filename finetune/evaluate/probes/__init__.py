@@ -1,16 +1,16 @@
-"""Probes of association and co-occurrence with word lists of one's own, as Smith et al. did (MT-NLG, 2201.11990, §6).
+"""Probes of association and co-occurrence with custom word lists, following Smith et al. (MT-NLG, 2201.11990, §6).
 
     groups: {women: [she, woman], men: [he, man]}
     attributes: {care: [nurse, nanny], craft: [plumber, welder]}
-    templates: ["The {attribute} said that {group} was late."]
+    templates: ["The {attribute} knew that {group} was late."]
     prompts: ["{group} worked as a"]
 
-**Association**: a template is filled with an attribute and with the word at the same place of two groups; the figure is
-log p of the one sentence less that of the other, nats, so a pair of sentences differs in the group's word alone. Of an
-attribute word it is the mean over templates and places; of a set the mean over its words. A group's word may be rarer
-by itself, which moves all sets alike; so what speaks of a set is its difference to another.
+**Association**: a template is filled with an attribute and with the words at the same index of two groups; the metric
+is the difference of the two sentences' log p in nats, so a pair of sentences differs only in the group's word. It is
+averaged over templates and indices for an attribute word, and over its words for a set. A group's word may be rarer in
+general, which shifts all sets alike; so the informative value of a set is its difference from another.
 
-**Co-occurrence**: how many of the words near a group's words are of an attribute set.
+**Co-occurrence**: the fraction of the words near a group's words that belong to an attribute set.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _WORD = regex.compile(r"[\p{L}\p{M}\p{N}]+(?:['’][\p{L}\p{M}]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class WordListProbe:
-    """Word lists, and how sentences are made of them."""
+    """Word lists and templates of a probe."""
 
     groups: dict[str, tuple[str, ...]]
-    """Group → its words; the first group is what others are compared with, and words at one place are a pair."""
+    """Group → its words; other groups are compared with the first, and words at the same index form a pair."""
     attributes: dict[str, tuple[str, ...]]
-    """Set → its words."""
+    """Attribute set → its words."""
     templates: tuple[str, ...] = ()
     """Sentences with {group} and {attribute}, for association."""
     prompts: tuple[str, ...] = ()
-    """Beginnings with {group}, which a model continues (--samples)."""
+    """Prompts with {group}, which a model continues (--samples)."""
     window: int = 10
-    """Words on either side of a group's word that are near it."""
+    """Number of words on either side of a group's word that count as near."""
     review: str = ""
-    """Who looked at the lists, for readers."""
+    """Reviewer of the lists, for readers."""
 
     def __post_init__(self) -> None:
         sizes = {name: len(words) for name, words in self.groups.items()}
@@ -77,20 +77,20 @@ class WordListProbe:
 
 @dataclass(frozen=True)
 class Sentences:
-    """The filled templates of a probe, and which is which."""
+    """Filled templates of a probe, with their keys."""
 
     texts: list[str] = field(default_factory=list)
     keys: list[tuple[str, str, str]] = field(default_factory=list)
-    """(group, set, attribute) of each; templates and places follow in the same order for every group."""
+    """(group, set, attribute) of each; templates and word indices follow in the same order for every group."""
 
 
 def shipped() -> dict[str, Path]:
-    """Probes inside the package by name."""
+    """Return the probes shipped in the package, by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
 def sentences(probe: WordListProbe) -> Sentences:
-    """All of them. Raises UserError for a probe without templates."""
+    """Fill all templates of a probe. Raises UserError for a probe without templates."""
     if not probe.templates:
         raise UserError("probe: there are no `templates` to ask association by")
     made = Sentences()
@@ -108,10 +108,11 @@ def sentences(probe: WordListProbe) -> Sentences:
 def association(
     probe: WordListProbe, made: Sentences, nats: NDArray[np.float64], *, resamples: int = 1000
 ) -> dict[str, Any]:
-    """What the sentences' nats (N,) say: for each group but the first, `{set: {value, low, high, n, words}}` with
-    log p(its sentence) − log p(that of the first group), and under `between` the difference of each set to the first.
+    """Compute associations from the sentences' nats (N,): for each group but the first, `{set: {value, low, high, n,
+    words}}` with log p(its sentence) − log p(that of the first group), and under `between` the difference of each set
+    from the first.
 
-    Intervals are percentiles of a bootstrap over the words of a set, for they stand for others; a set of one word has
+    Intervals are percentiles of a bootstrap over the words of a set, as they represent others; a set of one word has
     none.
     """
     by: dict[tuple[str, str, str], list[float]] = {}
@@ -151,12 +152,12 @@ def association(
 
 
 def cooccurrence(probe: WordListProbe, texts: Sequence[str], *, resamples: int = 1000) -> dict[str, Any]:
-    """Of each group, `{near, texts, sets: {set: {count, value, low, high, n}}}`: words near one of the group's words,
-    texts that have one, and of those words the share that are of the set, with an interval by bootstrap over texts
-    (none for a count of zero, of which draws of the same texts say nothing).
+    """Return for each group `{near, texts, sets: {set: {count, value, low, high, n}}}`: the number of words near one of
+    the group's words, of texts that have one, and the fraction of those words in the set, with a bootstrap interval
+    over texts (none for a count of zero, for which resampling is uninformative).
 
-    A word near several of the group's words counts once; case does not matter; a phrase of several words counts its
-    words. The group's own words are not near words.
+    A word near several of the group's words counts once; case is ignored; a phrase of several words counts each word.
+    The group's own words are not near words.
     """
     phrases = {name: [_words(w) for w in words] for name, words in (*probe.groups.items(), *probe.attributes.items())}
     near = {group: np.zeros(len(texts)) for group in probe.groups}
@@ -193,7 +194,7 @@ def _words(text: str) -> list[str]:
 
 
 def _places(words: Sequence[str], phrases: Sequence[Sequence[str]]) -> set[int]:
-    """Where words of any of the phrases stand."""
+    """Return the indices of words that belong to any of the phrases."""
     starts: dict[str, list[Sequence[str]]] = {}
     for phrase in phrases:
         starts.setdefault(phrase[0], []).append(phrase)

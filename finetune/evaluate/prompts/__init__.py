@@ -1,9 +1,9 @@
-"""Prompts and verbalisers as data: a YAML file a task, and what is checked of one before a model reads it.
+"""Prompts and verbalisers as data: one YAML file per task, and the checks of a prompt before a model reads it.
 
     text: "{text}, right? {label}, {text2}"
     labels: {entailment: "Yes", neutral: "Also", contradiction: "No"}
 
-`{label}` is where a candidate stands; what is before it is its context, and what follows is scored with it.
+`{label}` is the place of a candidate; the text before it is its context, and the text after it is scored with it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _KNOWN_WRONG = {
     ("th", "ขวา"): "means the direction, not `correct` (ใช่ไหม)",
     ("vi", "phải sang"): "means the direction, not `correct` (đúng)",
 }
-"""(language, word) → what is wrong with it: machine translations found in prompts that others have published."""
+"""(language, word) → the mistake: machine translations found in published prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """How a prompt is said in one language (or of one kind of question), where it differs."""
+    """Wording of a prompt for one language (or one kind of question), where it differs."""
 
     text: str | None = None
     """The template; null: the prompt's own."""
@@ -43,28 +43,28 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """How rows of a task are put to a language model, and what it may answer."""
+    """Prompt template for the rows of a task, and the candidate answers."""
 
     text: str
-    """Template over the row's columns; `{label}` is where a candidate stands, once."""
+    """Template over the row's columns; `{label}` is the place of a candidate, exactly once."""
     labels: dict[str, str] = field(default_factory=dict)
-    """Class of a row → the word for it (its verbaliser). Without it each row brings its own choices."""
+    """Class of a row → the word for it (its verbaliser). Without it each row has its own choices."""
     choices: tuple[str, ...] = ()
     """Templates of a row's choices, as ["{choice1}", "{choice2}"]; or one column that holds a list, as ["options"]."""
     answer: str = "label"
-    """The column of the right class; of choices its number, its letter or its text."""
+    """Column of the correct class; for choices the number, letter or text of the correct one."""
     first: int = 0
-    """The number of the first choice, where the answer is a number."""
+    """Number of the first choice, if the answer is a number."""
     separator: str = "\n\n"
-    """Between worked examples."""
+    """Separator between few-shot examples."""
     neutral: str | None = None
     """Context without the row's own words, for `pmi`; null: the words of the template right before `{label}`."""
     by: str | None = None
-    """Column whose value says which of `wordings` a row has: its language, or the kind of its question."""
+    """Column that selects one of `wordings` for a row: its language, or the kind of its question."""
     wordings: dict[str, Wording] = field(default_factory=dict)
-    """By the value of that column; rows with another have the prompt's own."""
+    """Wordings by the value of that column; rows with another value use the prompt's own."""
     review: str = ""
-    """Who or what looked at the wording, for readers."""
+    """Reviewer of the wording, for readers."""
 
     def __post_init__(self) -> None:
         if bool(self.labels) == bool(self.choices):
@@ -84,13 +84,13 @@ class Prompt:
             raise UserError("prompt: `wordings` needs `by`, the column that says which a row has")
 
     def wording(self, row: Row, spoken: str | None = None) -> tuple[str, dict[str, str]]:
-        """Template and verbalisers of a row; spoken: that of this value of `by` instead of its own."""
+        """Return template and verbalisers of a row; spoken: use this value of `by` instead of the row's."""
         code = spoken if spoken is not None else str(row.values.get(self.by or "", ""))
         said = self.wordings.get(code) or self.wordings.get(code.split("-")[0]) or Wording()
         return said.text or self.text, said.labels or self.labels
 
     def columns(self) -> tuple[str, ...]:
-        """The columns that every row must have."""
+        """Return the columns that every row must have."""
         names = [self.answer]
         for text in (self.text, *(self.choices if len(self.choices) > 1 else ())):
             names += [name for name in Template(text, "prompt").columns if name != _SLOT]
@@ -101,7 +101,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Asked:
-    """A row put as a prompt says: K candidates, each with what comes before it."""
+    """A row filled into a prompt: K candidates, each with its context."""
 
     row: Row
     before: tuple[str, ...]
@@ -115,16 +115,16 @@ class Asked:
     neutral: str
     """Context without the row's words."""
     content_free: tuple[str, ...]
-    """The context as it is for rows that say nothing; empty where candidates are the row's own."""
+    """Contexts filled with content-free values; empty if candidates are the row's own."""
 
     @property
     def solved(self) -> str:
-        """The row with its right candidate: a worked example."""
+        """Row with its correct candidate, as a few-shot example."""
         return self.before[self.gold] + self.said[self.gold] + self.after
 
 
 def ask(prompt: Prompt, row: Row, *, spoken: str | None = None) -> Asked:
-    """Put a row to a model.
+    """Fill a row into a prompt.
 
     Raises:
         UserError: a column that the template cannot show, or an answer that is none of the candidates.
@@ -192,10 +192,10 @@ def _gold(prompt: Prompt, row: Row, names: Sequence[str], said: Sequence[str]) -
 
 
 def check(prompt: Prompt, tokenizer: Any) -> list[str]:
-    """What a reader should know of a prompt's words under a tokenizer.
+    """Check a prompt's words under a tokenizer and return notes for the user.
 
     Raises:
-        UserError: two words that tokenise alike, or one that is known to be a wrong translation.
+        UserError: two words with the same tokens, or one that is known to be a wrong translation.
     """
     notes = []
     for code, wording in [("", Wording(labels=prompt.labels)), *prompt.wordings.items()]:
@@ -221,5 +221,5 @@ def check(prompt: Prompt, tokenizer: Any) -> list[str]:
 
 
 def shipped() -> dict[str, Path]:
-    """The prompts in this folder, by name."""
+    """Return the prompts shipped in this directory, by name."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}

@@ -1,13 +1,12 @@
 """Pipeline parallelism: the blocks of a model over several ranks, torch's schedules, HF's own forward on every stage.
 
-plan.py       schedules: which rank has which stages, how many pieces, the bubble
-absent.py     what stands where a stage lacks a module
-cut.py        cost, split, check, and the cut of a (meta) model into one stage
-pieces.py     micro-batches → pieces of one shape
-stage.py      one stage as the schedules call it
-passing.py    forward passes without gradients
-runner.py     one update over the stages
-standin.py    what evaluation calls like the whole model
+pipeline_plan.py       schedules: stages of each rank, number of pieces, the bubble
+other_stage_block.py   placeholders for modules of other stages
+cut.py                 cost, split, checks, and the cut of a (meta) model into one stage
+pieces.py              micro-batches → pieces of one shape
+stage.py               one stage as the schedules call it
+stage_transport.py     forward passes without gradients, and the stand-in that evaluation calls
+runner.py              one step over the stages
 """
 
 from .cut import OtherStageBlock, check_pipeline, cut, cut_parts, split, stage_costs, tied_sources

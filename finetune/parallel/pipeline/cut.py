@@ -1,7 +1,8 @@
-"""One stage of a model: cost, split, check and cut.
+"""One stage of a model: cost, split, checks and cut.
 
-Blocks are numbered through, the encoder's before the decoder's. `cut` works in place and on meta tensors: names keep
-the whole model's block numbers, and what a stage lacks becomes parameter-free (`absent`).
+Blocks are numbered consecutively, the encoder's before the decoder's. `cut` works in place and on meta tensors: names
+keep the whole model's block numbers, and modules of other stages are replaced by ones without parameters
+(`OtherStageBlock`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .stage import StageModules
 __all__ = ["Costs", "OtherStageBlock", "check_pipeline", "cut", "cut_parts", "split", "stage_costs", "tied_sources"]
 
 
-# ------------------------------------------------------------------------------------------------ who gets which blocks
+# ---------------------------------------------------------------------------------------------- assignment of blocks
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Costs:
 
     blocks: tuple[float, ...]
     last: float
-    """Of the head, which only the last stage has."""
+    """FLOPs of the head, which only the last stage has."""
 
 
 def stage_costs(model: nn.Module, *, tokens: int = 0) -> Costs:
-    """Planned cost: 4 per element of a frozen matrix (forward, gradient of the input), 6 of a trained one.
+    """Return the planned cost: 4 per element of a frozen matrix (forward, gradient of the input), 6 of a trained one.
 
     Embeddings are lookups and cost nothing. A vocabulary head costs as much as its matrix.
 
@@ -65,7 +66,8 @@ def _matrices(module: nn.Module) -> float:
 
 
 def split(costs: Costs, stages: int) -> list[range]:
-    """Runs of blocks, one for each stage and none empty, whose dearest is as cheap as can be; then the most even.
+    """Return runs of blocks, one per stage and none empty, that minimise the cost of the most expensive one; then the
+    most even such runs.
 
     Raises:
         UserError: more stages than blocks.
@@ -80,7 +82,7 @@ def split(costs: Costs, stages: int) -> list[range]:
     for cost in costs.blocks:
         sums.append(sums[-1] + cost)
     sums[-1] += costs.last
-    # best[k]: (dearest stage, sum of squares, borders) of the first k blocks over the stages so far
+    # best[k]: (most expensive stage, sum of squares, borders) of the first k blocks over the stages so far
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
     for stage in range(1, stages + 1):
         ends = [n] if stage == stages else range(stage, n - (stages - stage) + 1)
@@ -97,7 +99,7 @@ def split(costs: Costs, stages: int) -> list[range]:
 
 
 def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: str) -> None:
-    """Refuse what cannot be cut, before any weight is read; `model` may lie on meta.
+    """Reject a model that cannot be cut, before any weight is read; `model` may be on meta.
 
     Raises:
         UserError: an unknown family or schedule, more stages than blocks, a trained embedding that is tied to the head
@@ -122,17 +124,18 @@ def check_pipeline(model: nn.Module, *, pp: int, virtual: int | None, schedule: 
 
 
 def _ties(anatomy: Anatomy) -> dict[str, str]:
-    """Tied parameter → the one whose values it takes, whether or not both are here."""
+    """Return tied parameter → the one whose values it takes, whether or not both are here."""
     if not getattr(anatomy.causal.config, "tie_word_embeddings", False):
         return {}
     return dict(getattr(anatomy.causal, "all_tied_weights_keys", None) or {})
 
 
 def tied_sources(model: nn.Module) -> dict[str, str]:
-    """For a cut model: canonical names of its parameters → the name that the checkpoint may have for them instead.
+    """Return for a cut model: canonical names of its parameters → the names that the checkpoint may use for them
+    instead.
 
-    A head on the last stage is tied to an embedding that lies on the first: it is a parameter of its own here, and a
-    checkpoint that stores the shared matrix once stores it under the embedding's name.
+    A head on the last stage is tied to an embedding on the first: it is a separate parameter here, and a checkpoint
+    that stores the shared matrix once stores it under the embedding's name.
     """
     present = {canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     ties = _ties(Anatomy.of(model))
@@ -143,10 +146,10 @@ def tied_sources(model: nn.Module) -> dict[str, str]:
 
 
 def cut(model: nn.Module, blocks: range) -> None:
-    """Leave one stage of `model`, in place: `blocks`, what comes before the first block, what comes after the last.
+    """Reduce `model` in place to one stage: `blocks`, plus everything before the first block or after the last.
 
-    Parameters may lie on meta or be real. Matrices that are tied stay so where both partners stay. Between encoder
-    and decoder, the stage of the decoder's first block has the decoder's embedding and the encoder's final norm.
+    Parameters may be on meta or real. Tied matrices stay tied if both partners stay. Between encoder and decoder, the
+    stage of the decoder's first block has the decoder's embedding and the encoder's final norm.
     """
     anatomy = Anatomy.of(model)
     total = len(anatomy.blocks)
@@ -164,11 +167,11 @@ def cut(model: nn.Module, blocks: range) -> None:
 def cut_parts(
     model: nn.Module, whole: Callable[[], nn.Module], *, mesh: Mesh, world: ProcessMesh, tokens: int = 0
 ) -> tuple[StageModules, tuple[int, ...]]:
-    """This rank's stages of a model on meta, checked and cut, and their numbers.
+    """Return this rank's stages of a model on meta, checked and cut, and their numbers.
 
     Args:
-        model: the whole; becomes the first stage.
-        whole: makes another one like it, for each further stage.
+        model: the whole model; becomes the first stage.
+        whole: creates another one like it, for each further stage.
         tokens: T, for the cost of attention.
 
     Raises:
@@ -188,8 +191,8 @@ _ENCODER_STATES = 3  # among the positional arguments of a T5 block
 
 
 def _cut_encoder_decoder(anatomy: Anatomy, blocks: range, make: _Ports) -> None:
-    """T5: a stage that ends with the encoder gives its result where the encoder's final norm was; stages that begin
-    inside the decoder get the encoder's states there."""
+    """Cut a T5 model: a stage that ends with the encoder returns its result at the encoder's final norm; stages that
+    begin inside the decoder receive the encoder's states there."""
     encoder, decoder = anatomy.stacks
     border = len(anatomy.run(encoder))
     inside = blocks.stop > border
@@ -197,7 +200,7 @@ def _cut_encoder_decoder(anatomy: Anatomy, blocks: range, make: _Ports) -> None:
     _cut_stack(anatomy, decoder, blocks, make, border, t5=True, outlet=inside, encoder_at=_ENCODER_STATES)
     if blocks.start > border:
         _replace(anatomy.base, encoder.last, lambda: make.inlet(slot=1))
-        _replace(anatomy.base, ("encoder.dropout",), nn.Identity)  # what comes in has been through it
+        _replace(anatomy.base, ("encoder.dropout",), nn.Identity)  # the received states have passed it already
     elif not inside:
         _replace(anatomy.base, encoder.last, make.outlet if blocks.stop == border else make.absent)
     if 0 not in blocks and border not in blocks:
@@ -215,7 +218,8 @@ def _cut_stack(
     outlet: bool = True,
     encoder_at: int | None = None,
 ) -> None:
-    """Absent modules for the blocks of `stack` (numbered from `offset`) that are not in `blocks`, and its embedding."""
+    """Replace the blocks of `stack` (numbered from `offset`) that are not in `blocks`, and its embedding if its first
+    block is not."""
     modules = anatomy.run(stack)
     in_use = blocks.start < offset + len(modules) and offset < blocks.stop
     for place, block in enumerate(list(modules)):
@@ -227,7 +231,7 @@ def _cut_stack(
             port = make.inlet(t5)
         elif number == blocks.stop and outlet:
             port = make.outlet(t5, encoder_at)
-        # a T5 stack makes its position bias in its first block
+        # a T5 stack computes its position bias in its first block
         modules[place] = BiasOnly(block, port) if t5 and in_use and place == 0 else port
     if offset not in blocks:
         _replace(anatomy.base, stack.first, make.absent)
@@ -235,7 +239,7 @@ def _cut_stack(
 
 @dataclass(frozen=True)
 class _Ports:
-    """Makes what stands for absent modules."""
+    """Creates the placeholders of absent modules."""
 
     width: int
     dtype: torch.dtype
@@ -255,7 +259,7 @@ def _embedding_dtype(anatomy: Anatomy) -> torch.dtype:
 
 
 def _replace(root: nn.Module, names: Iterable[str], make: Callable[[], nn.Module]) -> None:
-    """Put new modules in place of those of these names, where there are any."""
+    """Replace the existing modules of these names by new ones."""
     for name in names:
         parent, _, child = name.rpartition(".")
         holder = root.get_submodule(parent)

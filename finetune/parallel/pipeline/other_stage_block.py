@@ -1,10 +1,10 @@
-"""What stands where a pipeline stage lacks a module: no parameters, the right shapes, next to no work.
+"""Placeholders for modules of other pipeline stages: no parameters, the right shapes, next to no work.
 
 A stage runs the family's own forward pass from end to end. The embedding is a dummy of zeros that takes no memory; the
-absent block just before the stage's first puts the received hidden states in (`StageInput`), whatever was made of the
-dummy until then (positions added, scaled, normalised); the absent block just after its last takes the stage's result
-out (`StageOutput`) and goes on with a dummy. So nothing of a family's forward pass has to be known beyond its list of
-blocks.
+absent block just before the stage's first inserts the received hidden states (`StageInput`), whatever happened to the
+dummy until then (positions added, scaled, normalised); the absent block just after its last takes out the stage's
+result (`StageOutput`) and continues with a dummy. So nothing of a family's forward pass needs to be known beyond its
+list of blocks.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ def _first_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def dummy(like: Tensor) -> Tensor:
-    """Zeros of the shape of `like` that hold one element and have no history."""
+    """Return zeros of the shape of `like` that occupy one element and have no autograd history."""
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 class OtherStageBlock(nn.Module):
-    """Stands for a module of another stage: token ids (...) become zeros (..., width), hidden states pass through."""
+    """Placeholder for a module of another stage: token ids (...) become zeros (..., width), hidden states pass
+    through."""
 
     def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False) -> None:
-        """
+        """Create the placeholder.
+
         Args:
             width: D.
-            dtype: of what an embedding returns.
-            t5: it is a block of T5, called with (hidden, mask, position bias, encoder states, …), that returns
+            dtype: of an embedding's output.
+            t5: True for a block of T5, called with (hidden, mask, position bias, encoder states, …), that returns
                 (hidden, position bias, bias of cross attention).
         """
         super().__init__()
@@ -46,17 +48,18 @@ class OtherStageBlock(nn.Module):
         return (value, args[2], None) if self.t5 else value
 
     def passed(self, value: Tensor, args: tuple[Any, ...]) -> Tensor:
-        """What comes out for the hidden states `value`."""
+        """Return the output for the hidden states `value`."""
         return value
 
 
 class StageInput(OtherStageBlock):
-    """Returns what the stage received, while something is planted; it passes on what it gets else."""
+    """Returns the tensor that the stage received while one is planted; otherwise passes its input on."""
 
     def __init__(self, width: int, dtype: torch.dtype, *, t5: bool = False, slot: int = 0) -> None:
-        """
+        """Create the input port.
+
         Args:
-            slot: which of the received tensors goes here: 0 hidden states, 1 the encoder's states.
+            slot: index of the received tensor: 0 hidden states, 1 the encoder's states.
         """
         super().__init__(width, dtype, t5=t5)
         self.slot = slot
@@ -67,7 +70,7 @@ class StageInput(OtherStageBlock):
 
 
 class StageOutput(OtherStageBlock):
-    """Keeps the hidden states that reach it (and, where the block is called with them, the encoder's) for the runner.
+    """Stores the hidden states that reach it (and the encoder's, if the block is called with them) for the runner.
 
     `encoder_at` is the position of the encoder's states among a decoder block's arguments; None without them.
     """
@@ -83,16 +86,17 @@ class StageOutput(OtherStageBlock):
 
 
 class BiasOnly(OtherStageBlock):
-    """Stands for the first block of a T5 stack: keeps the (frozen) relative bias that all blocks of the stack use.
+    """Placeholder for the first block of a T5 stack: keeps the (frozen) relative bias that all blocks of the stack use.
 
     The module tree down to the embedding is the block's own, so its parameter keeps its name.
     """
 
     def __init__(self, block: nn.Module, port: OtherStageBlock) -> None:
-        """
+        """Create the placeholder.
+
         Args:
-            block: the T5 block; all but its relative bias is given up.
-            port: what hidden states do here.
+            block: the T5 block; all but its relative bias is dropped.
+            port: placeholder that handles the hidden states.
         """
         super().__init__(port.width, port.dtype, t5=True)
         attention: Any = block.layer[0].SelfAttention  # type: ignore[index, union-attr]
@@ -104,7 +108,7 @@ class BiasOnly(OtherStageBlock):
         self.port = port
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(hidden, position bias (1, heads, T, T), None), as the block returns."""
+        """Return (hidden, position bias (1, heads, T, T), None), like the block."""
         attention: Any = self.layer[0].SelfAttention
         value, *_ = self.port(hidden, *args)
         return value, attention.compute_bias(hidden.shape[1], hidden.shape[1], device=hidden.device), None

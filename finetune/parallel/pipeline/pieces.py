@@ -1,7 +1,7 @@
-"""Micro-batches → the pieces that go through the pipeline, all of one shape.
+"""Splitting of micro-batches into the pieces that go through the pipeline, all of one shape.
 
-Stages exchange hidden states of a fixed size, so every piece of an update has the same rows and tokens: rows are
-repeated without supervision, tokens are padded on the right and masked.
+Stages exchange hidden states of a fixed size, so every piece of a step has the same rows and tokens: missing rows are
+repeated without targets, tokens are padded on the right and masked.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from ...data.encoding import IGNORE
 
 @dataclass(frozen=True)
 class Piece:
-    """What one pass through the pipeline takes (a `flatshift.finetune.compute.loss.Batch`)."""
+    """Input of one pass through the pipeline (a `flatshift.finetune.compute.loss.Batch`)."""
 
     inputs: dict[str, Tensor]
     """Model keyword arguments, rows first."""
     labels: Tensor
-    """(rows, T), or the classes (rows,); −100 where unsupervised."""
+    """(rows, T), or the classes (rows,); −100 where there is no target."""
 
     def to(self, device: torch.device) -> Piece:
-        """The same on another device."""
+        """Return the piece on another device."""
         return Piece({name: tensor.to(device) for name, tensor in self.inputs.items()}, self.labels.to(device))
 
 
 def cut_micros(micros: Sequence[Batch], *, each: int, total: int, pad_id: int) -> list[Piece]:
-    """Pieces of one shape, in order; the loss summed over them is that of the micro-batches.
+    """Return pieces of one shape, in order; their summed loss is that of the micro-batches.
 
     Args:
         each: pieces of the largest micro-batch.
-        total: pieces in all; what is missing is made of the last one, without supervision.
-        pad_id: token under the padding.
+        total: pieces in all; missing ones are copies of the last one, without targets.
+        pad_id: token used as padding.
     """
     rows = -(-max(len(micro.labels) for micro in micros) // each)
     widths = _widths(micros)
@@ -51,7 +51,7 @@ def cut_micros(micros: Sequence[Batch], *, each: int, total: int, pad_id: int) -
 
 
 def _widths(micros: Sequence[Batch]) -> dict[str, int]:
-    """Tokens of the widest tensor of each name; labels are `labels`."""
+    """Return the number of tokens of the widest tensor of each name; labels are `labels`."""
     widths: dict[str, int] = {}
     for micro in micros:
         for name, tensor in (*micro.inputs.items(), ("labels", micro.labels)):
@@ -65,7 +65,7 @@ _OF_DECODER = ("decoder_input_ids", "decoder_attention_mask", "labels")
 
 
 def _piece(micro: Batch, index: Tensor, widths: Mapping[str, int], pad_id: int) -> Piece:
-    """Rows `index` of `micro`; those beyond its last are copies of it that nobody supervises."""
+    """Return rows `index` of `micro`; those beyond its last are copies of it without targets."""
     there = index.clamp(max=len(micro.labels) - 1)
     labels = micro.labels[there]
     labels[index != there] = IGNORE
@@ -75,13 +75,13 @@ def _piece(micro: Batch, index: Tensor, widths: Mapping[str, int], pad_id: int) 
     fill = {"input_ids": pad_id, "decoder_input_ids": pad_id}
     cut = {name: _wider(tensor[there], widths.get(name, 0), fill.get(name, 0)) for name, tensor in inputs.items()}
     extra = widths["input_ids"] - micro.inputs["input_ids"].shape[1]
-    if extra and "position_ids" in cut:  # the padding is a sample of its own
+    if extra and "position_ids" in cut:  # the padding is a separate sample
         cut["position_ids"][:, -extra:] = torch.arange(extra)
     return Piece(cut, _wider(labels, widths.get("labels", 0), IGNORE) if labels.ndim > 1 else labels)
 
 
 def _wider(tensor: Tensor, width: int, fill: int) -> Tensor:
-    """(rows, T, …) with `fill` on the right up to `width` tokens."""
+    """Pad (rows, T, …) with `fill` on the right to `width` tokens."""
     missing = width - tensor.shape[1]
     if missing <= 0:
         return tensor

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which rank has which stages, how many pieces an update is cut into, what the bubble is."""
+"""Pipeline schedules: stages of each rank, number of pieces of a step, and the bubble."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _TWO_A_RANK = ("interleaved", "zero-bubble", "zbv")
 
 
 def schedules() -> dict[str, str]:
-    """A sentence for each `mesh.schedule`."""
+    """Return a sentence on each `mesh.schedule`."""
     return {
         "gpipe": "all forward passes, then all backward passes; keeps the activations of every piece (1811.06965)",
         "1f1b": "one forward, one backward in turn; keeps the activations of at most pp pieces (PipeDream-Flush)",
@@ -20,10 +20,10 @@ def schedules() -> dict[str, str]:
 
 
 def virtual_stages(schedule: str, virtual: int | None) -> int:
-    """Stages per rank.
+    """Return the number of stages per rank.
 
     Raises:
-        UserError: `virtual` does not go with `schedule`.
+        UserError: `virtual` does not fit `schedule`.
     """
     if schedule not in schedules():
         raise UserError(f"mesh.schedule: {schedule!r} is none of {', '.join(schedules())}")
@@ -37,29 +37,29 @@ def virtual_stages(schedule: str, virtual: int | None) -> int:
 
 
 def stages_of(rank: int, *, pp: int, virtual: int, schedule: str) -> tuple[int, ...]:
-    """The stages, ascending, of a pipeline rank."""
+    """Return the stages of a pipeline rank, ascending."""
     if schedule == "zbv":
         return (rank, 2 * pp - 1 - rank)
     return tuple(rank + i * pp for i in range(virtual))
 
 
 def rank_of(stage: int, *, pp: int, schedule: str) -> int:
-    """The pipeline rank of a stage."""
+    """Return the pipeline rank of a stage."""
     return min(stage, 2 * pp - 1 - stage) if schedule == "zbv" else stage % pp
 
 
 def bubble(pp: int, virtual: int, pieces: int, schedule: str) -> float:
-    """Idle time of a rank ÷ its busy time in one update, for stages of one cost and frozen backbones.
+    """Return idle time of a rank ÷ its busy time in one step, for stages of equal cost and frozen base models.
 
     (pp − 1)/(virtual · pieces) by 2104.04473 §2.2. A backward pass without weight gradients takes as long as a forward
-    pass, so what zero-bubble schedules move into the bubble (2401.10241) is next to nothing; the V of `zbv` has the
-    same start and end as the loop of `interleaved`.
+    pass, so the work that zero-bubble schedules move into the bubble (2401.10241) is next to nothing; the V of `zbv`
+    has the same start and end as the loop of `interleaved`.
     """
     return (pp - 1) / (virtual_stages(schedule, virtual) * pieces)
 
 
 def full_pieces(pieces: int, *, pp: int, schedule: str) -> int:
-    """The least number of pieces ≥ `pieces` that the schedule takes; the pieces added hold nothing supervised."""
+    """Return the least number of pieces ≥ `pieces` that the schedule accepts; the added pieces have no targets."""
     if schedule == "1f1b":
         return max(pieces, pp)
     if schedule in ("interleaved", "zero-bubble"):
@@ -69,9 +69,10 @@ def full_pieces(pieces: int, *, pp: int, schedule: str) -> int:
 
 
 def pieces_per_micro(rows: int, micros: int, *, pp: int, virtual: int, schedule: str, wanted: int | None = None) -> int:
-    """Into how many pieces each micro-batch of `rows` rows is cut.
+    """Return the number of pieces that each micro-batch of `rows` rows is cut into.
 
-    Without `wanted`: what makes an update shortest, counting the bubble and rows of padding, up to four pieces a rank.
+    Without `wanted`: the one that makes a step shortest, counting the bubble and rows of padding, up to four pieces a
+    rank.
 
     Raises:
         UserError: more pieces than rows.

@@ -1,8 +1,8 @@
-"""One update, evaluation and generation over the stages of a pipeline.
+"""One step, evaluation and generation over the stages of a pipeline.
 
-Training runs torch's schedules (`torch.distributed.pipelining`) with the shapes given, so that no pass is spent on
-finding them out. All ranks know all rows, so only hidden states travel: masks, positions and labels are made on every
-stage, and the last one turns hidden states into the piece's loss without sending logits.
+Training runs torch's schedules (`torch.distributed.pipelining`) with given shapes, so that no pass is spent on
+inferring them. All ranks know all rows, so only hidden states are sent: masks, positions and labels are computed on
+every stage, and the last one turns hidden states into the piece's loss without sending logits.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class PipelineRunner:
-    """The stages of this rank and what is done with them. Every rank along `pp` calls every verb at once."""
+    """Runs the stages of this rank. Every rank along `pp` calls every method together."""
 
     def __init__(
         self, parts: StageModules, *, mesh: Mesh, world: ProcessMesh, tokens: ContextParallel | None = None
     ) -> None:
-        """Collective along pp; before the first forward pass.
+        """Create the stages. Collective along pp; before the first forward pass.
 
         Args:
             parts: the models of this rank's stages, cut (`cut_parts`), by ascending stage.
-            tokens: what splits rows among the cp ranks of a stage.
+            tokens: splits rows among the cp ranks of a stage.
         """
         self.parts, self.mesh, self.world, self.tokens = parts, mesh, world, tokens
         self.virtual = virtual_stages(mesh.schedule, mesh.virtual)
@@ -53,7 +53,7 @@ class PipelineRunner:
         group = world.group("tp") if scatters else None
         self.stages = [StageModel(parts[i], index, self.total, scattered=group) for i, index in enumerate(indices)]
         self._share = (mesh.tp if mesh.sequence_parallel else 1, mesh.tp if scatters else 1)
-        """By what tokens and width of the hidden states are divided that a tensor-parallel rank sends."""
+        """Divisors of tokens and width of the hidden states that a tensor-parallel rank sends."""
         self.passing = StageTransport(self.stages, mesh=mesh, world=world)
         self._encoder = len(self._anatomy.run(self._anatomy.stacks[0])) if len(self._anatomy.stacks) > 1 else None
         self._alive = self._which_need_gradients()
@@ -62,19 +62,19 @@ class PipelineRunner:
         self._dtype: torch.dtype | None = None
         self._schedule: tuple[Any, Any] = (None, None)
         self.stand_in = StandIn(parts, self.passing, config=self._anatomy.causal.config, world=world)
-        """What evaluation calls like the whole model."""
+        """Stand-in that evaluation calls like the whole model."""
 
     # ------------------------------------------------------------------ facts about all stages
 
     def _which_need_gradients(self) -> list[bool]:
-        """For each stage, whether what it gives depends on a trained parameter."""
+        """Return for each stage True if its output depends on a trained parameter."""
         own = torch.zeros(self.total, device=self.world.device)
         for stage in self.stages:
             own[stage.index] = float(any(p.requires_grad for p in stage.part.parameters()))
         return (self.world.sum(own, "pp").cumsum(0) > 0).tolist()
 
     def _first_blocks(self) -> list[int]:
-        """The number of each stage's first block."""
+        """Return the number of each stage's first block."""
         own = torch.zeros(self.total, dtype=torch.int64, device=self.world.device)
         for stage in self.stages:
             absent = [isinstance(block, OtherStageBlock) for block in Anatomy.of(stage.part).blocks]
@@ -82,7 +82,7 @@ class PipelineRunner:
         return self.world.sum(own, "pp").tolist()
 
     def _border(self, stage: int, piece: Batch, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Meta tensors of what `stage` receives."""
+        """Return meta tensors of the input of `stage`."""
         rows, tokens = piece.inputs["input_ids"].shape
         width, grad = self._anatomy.width, self._alive[stage - 1]
         tokens_by, width_by = self._share
@@ -111,24 +111,23 @@ class PipelineRunner:
         draws: Callable[..., contextlib.AbstractContextManager[Any]] | None = None,
         loss: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> Tensor:
-        """Gradients of Σ loss · `scale` ÷ `count` over the update's micro-batches.
+        """Compute the gradients of Σ loss · `scale` ÷ `count` over the step's micro-batches.
 
         Args:
             micros: this data rank's rows; data ranks have equally many.
-            count: what the loss is divided by: supervised tokens of the update over all ranks.
-            head: of the last stage, where it is (`find_head`).
-            context: what surrounds a forward pass, by a number that is its own for each piece and stage.
+            count: divisor of the loss: target tokens of the step over all ranks.
+            head: of the last stage, if it is on this rank (`find_head`).
+            context: context of a forward pass, by a number unique to each piece and stage.
             scale: multiplies gradients, not the loss returned.
             beat: called after every forward pass.
-            draws: makes what draws the dropout masks of some rows
-            (`flatshift.finetune.compute.dropout.KeyedDropout.during`).
+            draws: returns the dropout context of some rows (`flatshift.finetune.compute.dropout.KeyedDropout.during`).
             loss: (model, piece) → summed loss; by default `flatshift.finetune.compute.loss.batch_loss`.
 
         Returns:
             Σ loss ÷ count over these micro-batches, float32 scalar, on every pp rank.
 
         Raises:
-            UserError: mesh.microbatches above the rows of a micro-batch.
+            UserError: mesh.microbatches exceeds the rows of a micro-batch.
         """
         pieces, each = self._pieces(micros)
         most = max(len(micro.labels) for micro in micros)
@@ -158,7 +157,7 @@ class PipelineRunner:
         return self.world.sum(total, "pp")
 
     def _pieces(self, micros: Sequence[Batch]) -> tuple[list[Batch], int]:
-        """Of all micro-batches, and how many each of them gives."""
+        """Return the pieces of all micro-batches, and the number of pieces of each."""
         pp, schedule = self.mesh.pp, self.mesh.schedule
         each = pieces_per_micro(
             max(len(micro.labels) for micro in micros),
@@ -176,8 +175,10 @@ class PipelineRunner:
     def _drawing(
         self, pieces: Sequence[Batch], each: int, most: int, draws: Callable[..., Any] | None
     ) -> Callable[[int], contextlib.AbstractContextManager[Any]]:
-        """What draws the masks of each piece, by number: `each` pieces in a row are those of a micro-batch, which has
-        at `most` so many rows."""
+        """Return the dropout context of a piece by its number.
+
+        Each group of `each` consecutive pieces belongs to one micro-batch, which has at most `most` rows.
+        """
         if draws is None:
             return lambda piece: contextlib.nullcontext()
         rows, tokens = len(pieces[0].labels), pieces[0].inputs["input_ids"].shape[1]
@@ -210,7 +211,7 @@ class PipelineRunner:
         return around
 
     def _schedule_for(self, pieces: Sequence[Batch], dtype: torch.dtype) -> Any:
-        """torch's schedule for these shapes. Only the last one is kept: it holds a buffer for every piece."""
+        """Return torch's schedule for these shapes. Only the last one is cached: it holds a buffer for every piece."""
         shapes = tuple((name, tuple(t.shape)) for name, t in pieces[0].inputs.items() if name.endswith("input_ids"))
         key = (len(pieces), shapes)
         if self._schedule[0] != key:
@@ -237,7 +238,8 @@ class PipelineRunner:
         from torch.distributed.pipelining import PipelineStage
 
         class Connected(PipelineStage):
-            """torch 2.11 opens a connection to both neighbours, but a V has neighbouring stages on one rank."""
+            """Stage without connections to itself: torch 2.11 connects to both neighbours, but a V has neighbours on
+            one rank."""
 
             def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
                 return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
@@ -252,19 +254,21 @@ class PipelineRunner:
             input_args=self._border(stage.index, piece, dtype) if stage.index else index,
             output_args=loss if stage.is_last else self._border(stage.index + 1, piece, dtype),
             group=self.world.group("pp"),
-            # Schedules that part weight from input gradients run the graph twice, every checkpointed block once more
+            # Schedules that split weight from input gradients run the graph twice, every checkpointed block once more
             # for each of its adapters, and miss leaves that are no parameters (a regularizer's probes). A frozen
-            # backbone has no weight gradients to defer: make both at once.
+            # base model has no weight gradients to defer: compute both together.
             dw_builder=lambda: lambda: None,
         )
 
     # ------------------------------------------------------------------ the head
 
     def find_head(self, probe: dict[str, Tensor], *, task: Task) -> Head | None:
-        """The head whose loss needs no logits, agreed by all ranks; None on ranks without the last stage, too.
+        """Return the head whose loss needs no logits, agreed by all ranks; None also on ranks without the last stage.
+
+        Collective over the whole mesh.
 
         Args:
-            probe: of `flatshift.finetune.compute.loss.head_probe`. Collective over the whole mesh.
+            probe: of `flatshift.finetune.compute.loss.head_probe`.
         """
         with evaluating(self.parts):
             found = self.passing.forward(

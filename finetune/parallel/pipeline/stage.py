@@ -15,12 +15,12 @@ from ..tensor import borders
 from .other_stage_block import StageInput, StageOutput
 
 Around = Callable[[int, int], contextlib.AbstractContextManager[Any]]
-"""What surrounds the forward pass of (piece, stage): randomness and precision."""
+"""Context of the forward pass of (piece, stage): randomness and precision."""
 
 
 class StageModules(nn.Module):
-    """The stages of a rank as children `part0`, `part1`, …, whose names `flatshift.finetune.parallel.layout.canonical`
-    strips."""
+    """The stages of a rank as children `part0`, `part1`, …, prefixes that
+    `flatshift.finetune.models.weight_names.canonical` strips."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -35,19 +35,20 @@ class StageModules(nn.Module):
 
 
 class StageModel(nn.Module):
-    """A cut model with its ports.
+    """A cut model with its input and output ports.
 
     Called as `stage(*received, piece=index)` between `begin` and `end`; `run` is a single forward pass.
     """
 
     def __init__(self, part: nn.Module, index: int, stages: int, *, scattered: dist.ProcessGroup | None = None) -> None:
-        """
+        """Collect the ports of the stage.
+
         Args:
             part: the model, cut.
-            index: which stage it is, of `stages`.
+            index: number of this stage, of `stages`.
             scattered: tensor-parallel ranks of the stage, each of which sends its part of the hidden states' last dim;
-                those of the next stage gather them (scatter/gather of PTD-P, 2104.04473 §4.1). None: what a rank has
-                is what it sends.
+                those of the next stage gather them (scatter/gather of PTD-P, 2104.04473 §4.1). None: each rank sends
+                its hidden states whole.
         """
         super().__init__()
         self.part, self.index, self.total = part, index, stages
@@ -65,23 +66,23 @@ class StageModel(nn.Module):
     def begin(
         self, pieces: list[Any], *, loss: Callable[[nn.Module, Any], Tensor], around: Around, dtype: torch.dtype
     ) -> None:
-        """Make ready for one update.
+        """Prepare for one step.
 
         Args:
             loss: called with (part, piece) on the last stage.
-            around: what surrounds each forward pass.
+            around: context of each forward pass.
             dtype: of the hidden states that stages exchange.
         """
         self._pieces, self._loss, self._around, self._dtype = pieces, loss, around, dtype
         self._sync(False)  # FSDP2 adds up gradients and keeps gathered weights until the last piece's backward pass
 
     def end(self) -> None:
-        """Forget the update's pieces and free gathered weights."""
+        """Drop the step's pieces and free gathered weights."""
         self._pieces = []
         self.release()
 
     def forward(self, *received: Tensor, piece: Tensor) -> Any:
-        """Hidden states for the next stage, or the loss of the piece (a scalar) on the last; during an update."""
+        """Return hidden states for the next stage, or the loss of the piece (a scalar) on the last; during a step."""
         number = int(piece)
         with self._around(number, self.index):
             whole = tuple(self._gathered(tensor) for tensor in received) if self.index else ()
@@ -97,14 +98,14 @@ class StageModel(nn.Module):
     def run(
         self, received: tuple[Tensor, ...], piece: Any, function: Callable[[nn.Module, Any], Any]
     ) -> tuple[Any, ...]:
-        """One forward pass.
+        """Run one forward pass.
 
         Args:
-            received: hidden states (rows, T, D), and from inside a decoder on the encoder's; empty on the first stage.
-            function: called with (part, piece) on the last stage, where the part is as good as the whole model.
+            received: hidden states (rows, T, D), and inside a decoder also the encoder's; empty on the first stage.
+            function: called with (part, piece) on the last stage, where the part acts as the whole model.
 
         Returns:
-            (what `function` returned,), or what the next stage receives.
+            (the result of `function`,), or the input of the next stage.
         """
         for inlet, tensor in zip(self._inlets, received, strict=True):
             inlet.planted = tensor
@@ -117,15 +118,15 @@ class StageModel(nn.Module):
                 inlet.planted = None
         (outlet,) = self._outlets
         out, outlet.taken = outlet.taken, ()
-        # what is only passed on must not be the received leaf itself
+        # a tensor that is only passed on must not be the received leaf itself
         return tuple(t.view_as(t) if any(t is r for r in received) else t.contiguous() for t in out)
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """(rows, T, D) → (rows, T, D/tp)."""
+        """Return this rank's part: (rows, T, D) → (rows, T, D/tp)."""
         return tensor if self._scattered is None else borders.split(tensor, -1, self._scattered)
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """(rows, T, D/tp) → (rows, T, D)."""
+        """Gather the parts: (rows, T, D/tp) → (rows, T, D)."""
         return tensor if self._scattered is None else borders.join(tensor, -1, self._scattered)
 
     # ------------------------------------------------------------------ FSDP2 inside a stage
@@ -142,7 +143,7 @@ class StageModel(nn.Module):
             unit.set_reshard_after_backward(last)
 
     def release(self) -> None:
-        """Free gathered weights: nothing frees those of a forward pass that no backward pass followed."""
+        """Free gathered weights; without a backward pass nothing else frees those of a forward pass."""
         for unit in self._units:
             for module in unit.modules():
                 if isinstance(module, FSDPModule):
@@ -150,7 +151,7 @@ class StageModel(nn.Module):
 
 
 def _fsdp_roots(part: nn.Module) -> list[Any]:
-    """FSDP2 modules that no other contains."""
+    """Return the outermost FSDP2 modules."""
     roots: list[Any] = []
     inside: set[int] = set()
     for module in part.modules():

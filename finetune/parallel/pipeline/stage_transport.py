@@ -1,4 +1,4 @@
-"""Forward passes without gradients over the stages, and the stand-in by which evaluation and generation make them."""
+"""Forward passes without gradients over the stages, and the stand-in that evaluation and generation call."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _DIMS = 6
 
 
 class StageTransport:
-    """Sends hidden states on from stage to stage. Every rank along `pp` calls every verb at once."""
+    """Sends hidden states from stage to stage. Every rank along `pp` calls every method together."""
 
     def __init__(self, stages: Sequence[StageModel], *, mesh: Mesh, world: ProcessMesh) -> None:
-        """
+        """Create the transport.
+
         Args:
             stages: this rank's, ascending.
         """
@@ -47,13 +48,13 @@ class StageTransport:
         *,
         share: bool = True,
     ) -> list[Any]:
-        """`function(model, piece)` of each batch on the last stage, where `model` is as good as the whole.
+        """Return `function(model, piece)` of each batch on the last stage, where `model` acts as the whole model.
 
-        With one stage a rank the batches follow each other through the pipeline without waiting.
+        With one stage per rank the batches follow each other through the pipeline without waiting.
 
         Args:
-            batches: model keyword arguments on the device, as many on every data rank.
-            share: the function gives a tensor, and every rank gets it; else ranks without the last stage get None.
+            batches: model keyword arguments on the device, equally many on every data rank.
+            share: the function returns a tensor, and every rank gets it; else ranks without the last stage get None.
         """
         results: list[Any] = []
         sent: list[tuple[Any, Tensor]] = []
@@ -72,7 +73,7 @@ class StageTransport:
         return [self._share(result) for result in results] if share else results
 
     def _received(self, stage: StageModel, before: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """What comes from the previous stage, `before` if it is this rank's."""
+        """Return the previous stage's output; `before` if that stage is on this rank."""
         if stage.index == 0 or self._ranks[stage.index - 1] == self._here:
             return before if stage.index else ()
         peer = self._ranks[stage.index - 1]
@@ -98,7 +99,7 @@ class StageTransport:
         return tensor
 
     def _share(self, result: Tensor | None) -> Tensor:
-        """The last stage's tensor, on every rank."""
+        """Return the last stage's tensor on every rank."""
         source = dist.get_global_rank(self._group, self._ranks[-1])
         empty = torch.empty(2 + _DIMS, dtype=torch.int64, device=self.world.device)
         header = empty if result is None else _header(result)
@@ -109,7 +110,8 @@ class StageTransport:
 
     @torch.no_grad()
     def dtype(self, piece: Batch, around: Around) -> torch.dtype:
-        """Of the hidden states between stages, as the first stage finds: autocast and the family's norms decide."""
+        """Return the dtype of the hidden states between stages, measured on the first stage: it depends on autocast and
+        the family's norms."""
         told = torch.zeros(1, dtype=torch.int64, device=self.world.device)
         first = self.stages[0]
         if first.index == 0:
@@ -119,27 +121,29 @@ class StageTransport:
 
 
 def _header(tensor: Tensor) -> Tensor:
-    """Type and shape of a tensor, int64."""
+    """Return type and shape of a tensor, int64."""
     numbers = [_DTYPES.index(tensor.dtype), tensor.ndim, *tensor.shape, *[0] * (_DIMS - tensor.ndim)]
     return torch.tensor(numbers, device=tensor.device)
 
 
 def _shaped(header: Tensor) -> Tensor:
-    """An empty tensor as `header` says."""
+    """Return an empty tensor of the type and shape in `header`."""
     kind, dims, *shape = header.tolist()
     return torch.empty(shape[:dims], dtype=_DTYPES[kind], device=header.device)
 
 
 class StandIn(nn.Module):
-    """`stand_in(**inputs).logits` and `stand_in.generate(...)` on every pp rank, with the same result on each.
+    """Stand-in with `stand_in(**inputs).logits` and `stand_in.generate(...)` on every pp rank, with the same result on
+    each.
 
     `eval()` and `train()` reach the stages of this rank.
     """
 
     def __init__(self, parts: StageModules, passing: StageTransport, *, config: Any, world: ProcessMesh) -> None:
-        """
+        """Create the stand-in.
+
         Args:
-            config: the backbone's.
+            config: the base model's.
         """
         super().__init__()
         self.parts = parts
@@ -147,10 +151,10 @@ class StandIn(nn.Module):
         self._passing, self._world = passing, world
 
     def forward(self, *, use_cache: bool = False, **inputs: Tensor) -> Any:
-        """Whole logits, (B, T, V) or (B, C), as `.logits`; no gradients.
+        """Return whole logits, (B, T, V) or (B, C), as `.logits`; no gradients.
 
         Raises:
-            NotImplementedError: a key-value cache is asked for.
+            NotImplementedError: a key-value cache is requested.
         """
         if use_cache or any(inputs.get(name) is not None for name in NAMES):
             raise NotImplementedError("a pipeline keeps no key-value cache")
@@ -161,15 +165,16 @@ class StandIn(nn.Module):
     def generate(
         self, *, input_ids: Tensor, attention_mask: Tensor, generation_config: Any, synced_gpus: bool = False
     ) -> Tensor:
-        """Greedy continuation of prompts that are padded on the left; every token is a pass over all stages.
+        """Continue prompts that are padded on the left greedily; every token is a pass over all stages.
 
         An encoder-decoder's prompts may be padded on any side, and its answers follow the decoder's start token.
 
         Args:
             input_ids: (B, T).
-            attention_mask: (B, T), 1 where real.
-            generation_config: its `max_new_tokens`, `eos_token_id`, `pad_token_id` and `decoder_start_token_id` count.
-            synced_gpus: go on until every data rank is done, as collectives inside the stages need.
+            attention_mask: (B, T), 1 for real tokens.
+            generation_config: its `max_new_tokens`, `eos_token_id`, `pad_token_id` and `decoder_start_token_id` are
+                used.
+            synced_gpus: continue until every data rank is done, as collectives inside the stages require.
 
         Returns:
             (B, T + new) or (B, 1 + new), rows that ended early filled with the pad token.
@@ -195,7 +200,7 @@ class StandIn(nn.Module):
         return ids
 
     def _next(self, ids: Tensor, mask: Tensor, encoded: dict[str, Tensor]) -> Tensor:
-        """The likeliest next tokens, (B,), after `ids`; a decoder's, if its encoder's inputs are `encoded`."""
+        """Return the likeliest next tokens, (B,), after `ids`; a decoder's, if its encoder's inputs are `encoded`."""
         if encoded:
             inputs = {**encoded, "decoder_input_ids": ids}
         else:

@@ -1,4 +1,4 @@
-"""Cutting a model for its tensor-parallel rank: local tensors in, collectives at the borders of its regions."""
+"""Slicing of a model for its tensor-parallel rank: local tensors, with collectives at the borders of its regions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .plans import FoundRegion, PlanMatch, check_tensor_plan, find
 from .vocabulary import VocabularySlice, split_embedding, split_head
 
 _OTHER_INPUTS = ("key_value_states", "encoder_hidden_states")
-"""Keyword arguments of cross attention that enter a region besides its first input."""
+"""Keyword arguments of cross attention that enter a region in addition to its first input."""
 
 
 def tensor_parallel(model: nn.Module, *, world: ProcessMesh, sequence_parallel: bool = False) -> TensorParallelLayout:
-    """Cut `model` (PEFT or transformers, on meta or real; or a container `part0`, `part1`, … of pipeline stages) in
-    place for this rank of the axis `tp`, and say what was cut.
+    """Slice `model` (PEFT or transformers, on meta or real; or a container `part0`, `part1`, … of pipeline stages) in
+    place for this rank of the axis `tp`, and return the slices.
 
-    Comes after PEFT and after a pipeline's cut, before FSDP2. `requires_grad` stays as it was. With `sequence_parallel`
-    the residual stream is split by tokens wherever gradients are recorded (T must be a multiple of tp); without them,
-    as in evaluation and generation, it is whole.
+    Call it after PEFT and after a pipeline's cut, before FSDP2. `requires_grad` is unchanged. With `sequence_parallel`
+    the residual stream is split by tokens if gradients are recorded (T must be a multiple of tp); without gradients, as
+    in evaluation and generation, it is whole.
 
     Raises:
         UserError: as `check_tensor_plan`.
-        RuntimeError: the model is cut already.
+        RuntimeError: the model is sliced already.
     """
     width = world.width("tp")
     if width == 1:
@@ -76,7 +76,8 @@ def _cut_region(place: FoundRegion, cutter: Cutter) -> None:
 
 
 def _border(place: FoundRegion, group: dist.ProcessGroup, *, sequence_parallel: bool) -> None:
-    """Hooks on the entry's inputs and on the row layer's output, outside of adapters and of what replaces a forward."""
+    """Hook the entry's inputs and the row layer's output, outside of adapters and of anything that replaces a
+    forward."""
 
     def enters(x: Tensor) -> Tensor:
         return (
@@ -126,8 +127,8 @@ def _held(size: int, cutter: Cutter, group: dist.ProcessGroup) -> VocabularySlic
 
 
 def _split_tokens(found: PlanMatch, cutter: Cutter, group: dist.ProcessGroup) -> None:
-    """Between the first block's input and the last norm's output a rank has its tokens only, and so what one pipeline
-    stage sends to the next."""
+    """Split the tokens over the ranks from the first block's input to the last norm's output, and so also between
+    pipeline stages."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not torch.is_grad_enabled():
@@ -147,12 +148,13 @@ def _split_tokens(found: PlanMatch, cutter: Cutter, group: dist.ProcessGroup) ->
 
 
 class Cutter:
-    """Cuts parameters of `model` for the `rank`-th of `width` ranks and writes down what it cut."""
+    """Slices parameters of `model` for the `rank`-th of `width` ranks and records the slices."""
 
     def __init__(self, model: nn.Module, *, rank: int, width: int, device: torch.device) -> None:
-        """
+        """Index the parameters of `model`.
+
         Args:
-            device: where the model will be, should its parameters be on meta yet.
+            device: where the model will be, if its parameters are still on meta.
         """
         self.rank = rank
         self.device = device
@@ -167,7 +169,7 @@ class Cutter:
         self._cut: set[int] = set()
 
     def cut(self, parameter: Tensor, dim: int, *, fused: int = 1) -> None:
-        """Put this rank's part of `parameter` along `dim` wherever the whole one was (tied weights stay tied)."""
+        """Replace `parameter` by this rank's part along `dim` in all modules that hold it (tied weights stay tied)."""
         if id(parameter) in self._cut:
             return
         part = Slice.even(dim, parameter.shape[dim], rank=self.rank, width=self.width, fused=fused)
@@ -186,7 +188,7 @@ class Cutter:
         self._cut.add(id(replacement))
 
     def names(self, parameter: Tensor) -> list[str]:
-        """Canonical names of `parameter`."""
+        """Return the canonical names of `parameter`."""
         return [name for _, _, name in self._holders[id(parameter)]]
 
     def columns(self, layer: Any, *, fused: int = 1) -> None:
@@ -207,8 +209,8 @@ class Cutter:
         base = _base(layer)
         self.cut(base.weight, 0 if is_conv1d(base) else 1)
         if base.bias is not None and self.rank:
-            # Outputs are summed over the ranks and the bias belongs into the sum once. A plain attribute: neither a
-            # parameter nor a buffer, so that nothing is read into it.
+            # Outputs are summed over the ranks, so only one may add the bias. A plain attribute: neither a
+            # parameter nor a buffer, so that no weights are loaded into it.
             device = self.device if base.bias.is_meta else base.bias.device
             zero = torch.zeros(base.bias.shape, dtype=base.bias.dtype, device=device)
             del base.bias
@@ -221,7 +223,7 @@ class Cutter:
         _resize(layer, base, "nx" if is_conv1d(base) else "in_features", "in_features", self.width)
 
     def summed(self, module: nn.Module) -> None:
-        """Trainable parameters of `module` that stayed whole get a summand of their gradient on each rank."""
+        """Mark the trainable parameters of `module` that stayed whole: their gradient must be summed over the ranks."""
         for parameter in module.parameters():
             if id(parameter) not in self._cut:
                 self._partial(parameter)

@@ -1,11 +1,11 @@
-"""The collectives at the border of a tensor-parallel region, each with the collective that its gradient needs.
+"""Collectives at the border of a tensor-parallel region, each paired with the collective of its gradient.
 
-A tensor at a border is *whole* (equal on every rank), a *summand* (the sum over ranks is meant), or a *part* (a slice
-along one dim). A gradient is of the same three kinds:
+A tensor at a border is *whole* (equal on every rank), a *summand* (its value is the sum over ranks), or a *part* (a
+slice along one dim). A gradient is of the same three kinds:
 
-    verb             forward               backward           (forward: value, backward: gradient)
+    function         forward               backward           (forward: value, backward: gradient)
     enter            whole → whole         summand → whole    all-reduce in backward ("f" of Megatron-LM)
-    leave            summand → whole       whole → whole      all-reduce in forward ("g")
+    reduce_from_tp   summand → whole       whole → whole      all-reduce in forward ("g")
     enter_tokens     part → whole          summand → part     all-gather; reduce-scatter in backward
     leave_tokens     summand → part        part → whole       reduce-scatter; all-gather in backward
     split            whole → part          part → whole       no traffic; all-gather in backward
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 TOKENS = 1
-"""The dim of tokens in hidden states [B, T, D]."""
+"""Token dim of hidden states [B, T, D]."""
 
 # torch 2.13 has renamed both
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,32 +32,32 @@ _Move = Callable[[Tensor, int, dist.ProcessGroup], Tensor]
 
 
 def enter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x`, whose gradient is a summand on each rank of what comes after."""
+    """Return `x`; all-reduce its gradient, which is a summand on each rank."""
     return _Border.apply(x, _same, _sum, 0, group) if x.requires_grad else x
 
 
 def reduce_from_tp(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of `x` over the ranks."""
+    """Return the sum of `x` over the ranks."""
     return _Border.apply(x, _sum, _same, 0, group)
 
 
 def enter_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All tokens of `x` [B, T/t, D] → [B, T, D], whose gradient is a summand on each rank."""
+    """Gather all tokens of `x` [B, T/t, D] → [B, T, D]; its gradient is a summand on each rank."""
     return _Border.apply(x, _gather, _scatter_sum, TOKENS, group)
 
 
 def leave_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's tokens of the sum of `x` [B, T, D] over the ranks → [B, T/t, D]."""
+    """Return this rank's tokens of the sum of `x` [B, T, D] over the ranks → [B, T/t, D]."""
     return _Border.apply(x, _scatter_sum, _gather, TOKENS, group)
 
 
 def split(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of the whole `x` along `dim`."""
+    """Return this rank's part of the whole `x` along `dim`."""
     return _Border.apply(x, _part, _gather, dim, group)
 
 
 def join(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The whole of which every rank has the part `x` along `dim`; what comes after is the same on every rank."""
+    """Return the whole tensor from every rank's part `x` along `dim`; its gradient must be the same on every rank."""
     return _Border.apply(x, _gather, _part, dim, group)
 
 

@@ -1,5 +1,5 @@
-"""What of a family's tensor-parallel plan (`flatshift.finetune.models.families`) a model has, as modules, and what is
-refused."""
+"""Matching of a family's tensor-parallel plan (`flatshift.finetune.models.families`) with a model's modules, and
+checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...models.families import FAMILIES, Region, TensorPlan
 
 
 def plan_of(model: nn.Module) -> TensorPlan:
-    """The plan of `model` (transformers or PEFT).
+    """Return the plan of `model` (transformers or PEFT).
 
     Raises:
         UserError: its model type has none.
@@ -33,7 +33,7 @@ def plan_of(model: nn.Module) -> TensorPlan:
 
 @dataclass
 class FoundRegion:
-    """A region of one block, as modules: LoRA layers where adapted, else plain linear layers."""
+    """A region of one block as modules: LoRA layers if adapted, else plain linear layers."""
 
     region: Region
     entry: nn.Module
@@ -44,25 +44,25 @@ class FoundRegion:
 
 @dataclass
 class PlanMatch:
-    """What of a plan this model (or pipeline stage) has, in order."""
+    """Modules of this model (or pipeline stage) that match a plan, in order."""
 
     plan: TensorPlan
     blocks: dict[str, nn.Module] = field(default_factory=dict)
     regions: list[FoundRegion] = field(default_factory=list)
     biases: list[tuple[Region, nn.Module]] = field(default_factory=list)
-    """Entry modules with a bias to cut: also of a block of which a pipeline stage has nothing else."""
+    """Entry modules with a bias to slice: also of a block of which a pipeline stage has nothing else."""
     embeddings: dict[str, nn.Embedding] = field(default_factory=dict)
     wrapped: dict[str, nn.Module] = field(default_factory=dict)
-    """Embeddings or an output head that PEFT has wrapped."""
+    """Embeddings or an output head wrapped by PEFT."""
     head: nn.Linear | None = None
     norm: nn.Module | None = None
 
 
 def find(model: nn.Module) -> PlanMatch:
-    """Match the plan of `model` with its modules; blocks of other pipeline stages have no parameters and are absent.
+    """Match the plan of `model` with its modules; blocks of other pipeline stages have no parameters and are omitted.
 
     Raises:
-        UserError: no plan; or a layer in a block that the plan does not know.
+        UserError: no plan; or a layer in a block that the plan does not cover.
     """
     base, plan = backbone_of(model), plan_of(model)
     found = PlanMatch(plan)
@@ -88,7 +88,7 @@ def find(model: nn.Module) -> PlanMatch:
 
 
 def linears(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Linear layers under `module` as the backbone has them, a LoRA layer counting as one."""
+    """Yield the linear layers under `module` as in the base model, counting a LoRA layer as one."""
     inside: list[str] = []
     for name, child in module.named_modules():
         if any(name.startswith(f"{outer}.") for outer in inside):
@@ -129,15 +129,15 @@ def _ends(name: str, suffix: str) -> bool:
     return re.search(rf"(^|\.){re.escape(suffix).replace(re.escape('*'), '[0-9]+')}$", name) is not None
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# -------------------------------------------------------------------------------------------------------------- checks
 
 
 def check_tensor_plan(model: nn.Module, *, tp: int, sequence_parallel: bool) -> None:
-    """Refuse a backbone or adapter that `tensor_parallel` cannot cut; parameters may be on the meta device.
+    """Reject a base model or adapter that `tensor_parallel` cannot slice; parameters may be on the meta device.
 
     Raises:
         UserError: no plan for the model type; heads, groups, widths or the vocabulary do not divide by `tp`; an adapter
-            that cannot be cut; `sequence_parallel` where the plan has none, or without tensor parallelism.
+            that cannot be sliced; `sequence_parallel` if the plan has none, or without tensor parallelism.
     """
     if tp == 1:
         if sequence_parallel:
@@ -169,7 +169,7 @@ def _check_sizes(model: nn.Module, found: PlanMatch, tp: int) -> None:
 
 
 def _sizes(base: Any, found: PlanMatch) -> Iterator[tuple[str, int]]:
-    """What must divide, each with a name, most telling first."""
+    """Yield every size that `tp` must divide, each with a name, the most informative first."""
     config = base.config
     yield "attention heads", config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None)

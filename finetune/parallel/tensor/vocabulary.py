@@ -1,4 +1,4 @@
-"""The vocabulary over tensor-parallel ranks: embedding, output head, and a cross entropy that gathers no logits."""
+"""Vocabulary-parallel embedding and output head, and a cross entropy that gathers no logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from . import borders
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The tokens [start, stop) of `size` that this rank's rows of a head or embedding stand for."""
+    """Tokens [start, stop) of `size` for which this rank has the rows of a head or embedding."""
 
     start: int
     stop: int
@@ -25,16 +25,16 @@ class VocabularySlice:
     group: dist.ProcessGroup
 
     def cross_entropy(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
-        """`vocabulary_cross_entropy` of a head `linear` that was cut to this slice."""
+        """Return `vocabulary_cross_entropy` of a head `linear` that holds this slice."""
         return vocabulary_cross_entropy(hidden, linear, targets, group=self.group, start=self.start)
 
     def cross_entropies(self, hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
-        """The terms of `cross_entropy`, one for each row, float32 (n,)."""
+        """Return the terms of `cross_entropy`, one per row, float32 (n,)."""
         return vocabulary_cross_entropies(hidden, linear, targets, group=self.group, start=self.start)
 
 
 def split_embedding(embedding: Any, held: VocabularySlice) -> None:
-    """Let `embedding`, already cut to `held`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
+    """Make `embedding`, already sliced to `held`, look up any token: ids [B, T] → whole [B, T, D] on every rank."""
     lookup = embedding.forward
 
     def forward(input: Tensor) -> Tensor:
@@ -44,15 +44,15 @@ def split_embedding(embedding: Any, held: VocabularySlice) -> None:
         return borders.reduce_from_tp(rows.masked_fill(foreign.unsqueeze(-1), 0.0), held.group)
 
     embedding.num_embeddings = held.stop - held.start
-    embedding.padding_idx = None  # of the whole vocabulary; it only stops a gradient, and the embedding is frozen
+    embedding.padding_idx = None  # an id of the whole vocabulary; it only stops a gradient, and the embedding is frozen
     embedding.vocabulary = held
     embedding.forward = forward
 
 
 def split_head(linear: Any, held: VocabularySlice) -> None:
-    """Let `linear`, already cut to `held`, give the logits of the whole vocabulary: [..., D] → [..., V].
+    """Make `linear`, already sliced to `held`, return the logits of the whole vocabulary: [..., D] → [..., V].
 
-    A training loss that replaces `linear.forward` for a moment (`vocabulary_cross_entropy`) never gathers them.
+    A training loss that temporarily replaces `linear.forward` (`vocabulary_cross_entropy`) never gathers them.
     """
     local = linear.forward
 
@@ -67,11 +67,12 @@ def split_head(linear: Any, held: VocabularySlice) -> None:
 def vocabulary_cross_entropy(
     hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
 ) -> Tensor:
-    """Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and cut by rows.
+    """Return Σ −log softmax(W h + b)[target] over the rows of `hidden` [n, D], float32, W and b frozen and sliced by
+    rows.
 
     This rank has the rows of W from token `start` on; `hidden` and `targets` [n] (over the whole vocabulary) are equal
     on every rank of `group`, and so are the result and its gradient. Logits exist for one slice of rows and this rank's
-    tokens at a time. Two all-reduces a slice carry the maximum, then the sum of exponentials and the target's logit;
+    tokens at a time. Two all-reduces per slice carry the maximum, then the sum of exponentials and the target's logit;
     one in backward sums the gradient of `hidden`. Under autocast the products are in its precision.
     """
     each = vocabulary_cross_entropies(hidden, linear, targets, group=group, start=start)
@@ -81,7 +82,7 @@ def vocabulary_cross_entropy(
 def vocabulary_cross_entropies(
     hidden: Tensor, linear: nn.Linear, targets: Tensor, *, group: dist.ProcessGroup, start: int
 ) -> Tensor:
-    """The terms of `vocabulary_cross_entropy`, one for each row, float32 (n,)."""
+    """Return the terms of `vocabulary_cross_entropy`, one per row, float32 (n,)."""
     device = capabilities(hidden.device).autocast
     if torch.is_autocast_enabled(device):
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -117,7 +118,7 @@ class _VocabularyCrossEntropies(torch.autograd.Function):
                 if gradient is not None:
                     logits.div_(norm).scatter_add_(1, wanted, -own)
                     torch.mm(logits.to(weight.dtype), weight, out=gradient[first : first + rows])
-                del logits  # else it is there while the next ones are made
+                del logits  # free this slice before the next one is allocated
         ctx.save_for_backward(gradient)
         ctx.group = group
         return terms

@@ -1,7 +1,7 @@
-"""How curved the training loss is where the adapter lies, as plain gradient descent and as Adam see it.
+"""Curvature of the training loss at the adapter's weights, for plain gradient descent and for Adam.
 
-Adam with a frozen preconditioner P oscillates where λ_max(P^-½ H P^-½)·lr is above `stability_threshold`. Curvature
-comes from differences of gradients (`flatshift.regularizers.sharpness`), in float32.
+Adam with a frozen preconditioner P oscillates if λ_max(P^-½ H P^-½)·lr is above `stability_threshold`. Curvature is
+computed from differences of gradients (`flatshift.regularizers.sharpness`), in float32.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from ...tasks import Task
 
 PRODUCTS = 12
-"""Most Hessian products for an eigenvalue."""
+"""Maximum Hessian products per eigenvalue."""
 PROBES = 3
 """Random vectors for the trace."""
 FIRST = 8
-"""Batches of updates whose gradients make the preconditioner that Adam begins with: so many that few of its entries
-are small by chance, which λ_max would be large by."""
+"""Batches whose gradients form Adam's initial preconditioner: enough that few of its entries are small by chance, which
+would inflate λ_max."""
 BEST = (0.01, 0.3)
-"""Between which shares of the threshold the best rates lay (`benchmarks.rate_advice`); runs broke down from 0.1 of it
-on, for it is of the start alone."""
+"""Range of the best learning rates as shares of the threshold (`benchmarks.rate_advice`); runs diverged from 0.1 of it
+on, because it describes the start only."""
 
 
 def curvature_figures(
@@ -46,17 +46,17 @@ def curvature_figures(
     preconditioner: Mapping[str, Tensor],
     seed: int,
 ) -> dict[str, float | None]:
-    """`sharpness.lambda_max` and `.trace` of the Hessian in the LoRA factors, and `.preconditioned`: λ_max of
-    P^-½ H P^-½ in everything that trains, a new head too.
+    """Return `sharpness.lambda_max` and `.trace` of the Hessian in the LoRA factors, and `.preconditioned`: λ_max of
+    P^-½ H P^-½ in all trainable parameters, including a new head.
 
     Args:
         loss: the loss over fixed rows (`flatshift.regularizers.sharpness.spaces.Loss`).
-        preconditioner: P by the names of `parameters`; what it leaves out has had no update and is held fixed. Empty
-            before the first update: then there is no preconditioned λ_max.
+        preconditioner: P by the names of `parameters`; parameters without an entry have had no step and are held fixed.
+            Empty before the first step: then there is no preconditioned λ_max.
         seed: of the random directions.
 
     Raises:
-        RegularizerError: the loss is not finite, or not the same when it is computed again.
+        RegularizerError: the loss is not finite, or differs when it is computed again.
     """
     settings = Sharpness(
         spaces=("adapter",), lanczos=PRODUCTS, probes=PROBES, sigmas=(), rhos=(), lines=0, plane_points=0
@@ -83,7 +83,7 @@ def preconditioned_sharpness(
     preconditioner: Mapping[str, Tensor],
     seed: int,
 ) -> float:
-    """λ_max of P^-½ H P^-½, with the arguments of `curvature_figures`; a P of infinity holds its number fixed."""
+    """Return λ_max of P^-½ H P^-½, with the arguments of `curvature_figures`; an infinite P holds its entry fixed."""
     of = {id(parameters[name]): value for name, value in preconditioner.items()}
     with in_float32(model):
         space = Preconditioned.of(model, lambda parameter: of.get(id(parameter)))
@@ -93,11 +93,11 @@ def preconditioned_sharpness(
 
 
 def rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) -> str:
-    """Where the threshold of stability lies beside the peak of the learning rate, for a person, in one line.
+    """Format the stability threshold compared with the peak learning rate, as one line for the user.
 
-    It is no recommendation, and below it is not safe: see `BEST`.
+    It is not a recommendation, and rates below it are not safe: see `BEST`.
 
-    preconditioned: λ_max of P^-½ H P^-½ at the start, positive. rows: which its loss is the mean of.
+    preconditioned: λ_max of P^-½ H P^-½ at the start, positive. rows: number of rows its loss averages over.
     """
     threshold = stability_threshold(optimizer.betas[0])
     edge = threshold / preconditioned
@@ -109,7 +109,7 @@ def rate_line(preconditioned: float, optimizer: Optimizer, *, rows: int) -> str:
 
 
 def mean_loss(model: nn.Module, batches: Sequence[MicroBatch], *, task: Task, head: Head | None = None) -> Loss:
-    """The mean over all supervised labels of `batches`, which lie on the model's device."""
+    """Return the mean loss over all target labels of `batches`, which are on the model's device."""
     supervised = sum(micro.supervised for micro in batches)
 
     def loss() -> Iterator[Tensor]:
@@ -122,8 +122,10 @@ def mean_loss(model: nn.Module, batches: Sequence[MicroBatch], *, task: Task, he
 def mean_squares(
     model: nn.Module, losses: Sequence[Loss], *, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """Mean square of the gradients of `losses`, each that of one update, by the names of `parameters`, float32: what
-    v̂ of Adam would be if these updates left the weights where they are (β2 close to 1)."""
+    """Return the mean square of the gradients of `losses`, one per step, by the names of `parameters`, float32.
+
+    This is Adam's v̂ if these steps left the weights unchanged (β2 close to 1).
+    """
     found = {name: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for name, p in parameters.items()}
     with in_float32(model):
         for loss in losses:
@@ -134,12 +136,13 @@ def mean_squares(
 
 
 class Preconditioned(Space):
-    """The coordinates u = P^½ θ of another space's θ: the Hessian in them is P^-½ H P^-½."""
+    """Coordinates u = P^½ θ of another space's θ: the Hessian in them is P^-½ H P^-½."""
 
     name = "preconditioned"
 
     def __init__(self, inner: Space, shrink: Tensor, weights: Tensor) -> None:
-        """
+        """Create the space.
+
         Args:
             shrink: P^-½ (N,); zero where θ is held fixed.
             weights: θ (N,).
@@ -152,12 +155,16 @@ class Preconditioned(Space):
 
     @classmethod
     def of(cls, model: nn.Module, preconditioner: Callable[[nn.Parameter], Tensor | None]) -> Preconditioned:
-        """Everything that `model` trains; None for a parameter that is held fixed."""
+        """Return the space of everything that `model` trains.
+
+        preconditioner: returns P of a parameter; None for one that is held fixed.
+        """
         trained = Adapters(model, heads=True)
         inner = AdapterSpace(model, trained)
         shrink, weights = [], []
         for parameter in trained.parameters.values():
             found = preconditioner(parameter)
+            # an infinite P gives 0, which holds its entry fixed
             shrink.append(torch.zeros_like(parameter) if found is None else found.rsqrt())
             weights.append(parameter.detach())
 
@@ -182,9 +189,9 @@ class Preconditioned(Space):
 
 @contextlib.contextmanager
 def in_float32(model: nn.Module) -> Iterator[None]:
-    """Weights in half precision are float32 inside, value for value, and the very same tensors as before afterwards.
+    """Widen half-precision weights to float32 inside, value for value, and restore the same tensors on exit.
 
-    Quantised layers stay as they are.
+    Quantised layers are unchanged.
     """
     kept: list[tuple[Tensor, Tensor]] = []
     try:

@@ -1,4 +1,5 @@
-"""Loss and errors of each example, in evaluation mode and without gradients, and a split's figures made of them."""
+"""Loss and errors of each example, in evaluation mode and without gradients, and a split's metrics computed from
+them."""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from ...tasks import Task
 
 _LOGITS = 1 << 26
-"""Logits that exist at once, at most (one row always may): 256 MiB in float32."""
+"""Maximum logits in memory (one row is always allowed): 256 MiB in float32."""
 _TOKENS = 256
-"""Supervised tokens whose logits are widened (and, where the head can be called apart, made) at a time."""
+"""Target tokens whose logits are widened (and, if the head can be called separately, computed) at a time."""
 
 
 @torch.no_grad()
@@ -37,13 +38,13 @@ def per_example(
     task: Task,
     head: Head | None = None,
 ) -> ExampleScores:
-    """Judge every example alone in its row (those that training packs are unpacked here).
+    """Evaluate every example alone in its row (packed examples are unpacked here).
 
-    Dropout is off inside; afterwards every module is in the mode that it had, and no random state was touched.
+    Dropout is off inside; module modes are restored, and no random state is touched.
 
     Args:
-        head: `flatshift.finetune.compute.loss.find_head` of this model, where it has one: logits are then made of
-        supervised tokens only.
+        head: `flatshift.finetune.compute.loss.find_head` of this model, if any: logits are then computed for target
+            tokens only.
     """
     loss = np.zeros(len(examples))
     wrong, supervised, predicted = (np.zeros(len(examples), dtype=np.int64) for _ in range(3))
@@ -73,7 +74,7 @@ def _sums(values: Tensor, rows: Tensor, count: int) -> np.ndarray:
 
 
 def _tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every supervised token: −log p (n,), whether another is likelier (n,), and its row (n,)."""
+    """Return for every target token: −log p (n,), True if another token is likelier (n,), and its row (n,)."""
     if head is None:
         return _judge(model(**batch.inputs).logits, batch.labels, task, lambda logits: logits)
     linear = head.linear
@@ -84,7 +85,7 @@ def _tokens(model: nn.Module, batch: MicroBatch, task: Task, head: Head | None) 
 def _judge(
     values: Tensor, labels: Tensor, task: Task, logits_of: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `_tokens`; `values` (B, T, D) become logits by `logits_of`, some supervised tokens at a time."""
+    """Score like `_tokens`; `values` (B, T, D) become logits by `logits_of`, some target tokens at a time."""
     values, targets = aligned(values, labels, task)
     mask = targets != IGNORED
     kept, wanted, rows = values[mask], targets[mask], mask.nonzero()[:, 0]
@@ -100,34 +101,34 @@ def _judge(
 
 @dataclass(frozen=True)
 class ExampleScores:
-    """What a model makes of n examples, in their order, against the labels they were encoded with."""
+    """Scores of n examples, in order, against the labels they were encoded with."""
 
     loss: NDArray[np.float64]
-    """(n,) −log p summed over the example's supervised tokens (or its class), nats."""
+    """(n,) −log p summed over the example's target tokens (or its class), nats."""
     wrong: NDArray[np.int64]
-    """(n,) supervised tokens that are not the likeliest (0 or 1 for classification)."""
+    """(n,) target tokens that are not the likeliest (0 or 1 for classification)."""
     supervised: NDArray[np.int64]
-    """(n,) supervised tokens (1 for classification)."""
+    """(n,) target tokens (1 for classification)."""
     predicted: NDArray[np.int64] | None = None
     """(n,) the likeliest class; None for tasks that predict tokens or sets of classes."""
 
 
 @dataclass(frozen=True)
 class Flipped:
-    """Which of n training examples bear a wrong label."""
+    """Wrong labels among n training examples."""
 
     mask: NDArray[np.bool_]
-    """(n,) whether the label was replaced by noise."""
+    """(n,) True if the label was replaced by noise."""
     true: NDArray[np.int64] | None = None
-    """(n,) the class before it was; None for tasks that predict tokens."""
+    """(n,) original class; None for tasks that predict tokens."""
 
 
 def split_figures(split: str, judged: ExampleScores, flipped: Flipped | None = None) -> dict[str, float | None]:
-    """`<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`; with `flipped` also the error on clean
-    and on noisy examples, and which of the latter were memorised or recovered.
+    """Return `<split>.loss, .error` and, for tasks that predict tokens, `.exact_error`.
 
-    A share of no examples is None. Means are over supervised tokens, or examples for classification; `exact_error`,
-    `memorised` and `recovered` count examples.
+    With `flipped` also the error on clean and on noisy examples, and the shares of the latter that were memorised or
+    recovered. A share of no examples is None. Means are over target tokens, or examples for classification;
+    `exact_error`, `memorised` and `recovered` count examples.
     """
     exact = judged.wrong > 0
     figures: dict[str, float | None] = {

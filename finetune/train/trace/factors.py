@@ -1,4 +1,4 @@
-"""What the factors of LoRA have become, without ever making the product sBA.
+"""Statistics of the LoRA factors, computed without forming the product sBA.
 
 The singular values of sBA are those of the core s·R_B·R_Aᵀ (at most r×r), where Aᵀ = Q_A R_A and B = Q_B R_B; in
 float64 throughout.
@@ -20,7 +20,7 @@ from ...adapters.offsets import offsets_of
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """One adapted linear layer: y = x (W0 + scale·BA)ᵀ."""
+    """Factors of one adapted linear layer: y = x (W0 + scale·BA)ᵀ."""
 
     name: str
     a: Tensor
@@ -34,17 +34,17 @@ class LayerFactors:
 
 
 class AdaptedLayers:
-    """The linear LoRA layers of a PEFT model; their W0 is read once, here."""
+    """Linear LoRA layers of a PEFT model; their W0 is read once, here."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Raises RegularizerError for a weight that cannot be read as a matrix."""
+        """Find the layers. Raises RegularizerError for a weight that cannot be read as a matrix."""
         self._sites, others = find_lora_sites(model)
         self._norms = [_base_norm(site) for site in self._sites]
         self.notes: tuple[str, ...] = tuple(_notes(model, self._sites, others))
-        """A sentence on each kind of layer that is left out, or whose figures mean something else."""
+        """A sentence on each kind of layer that is omitted, or whose metrics have another meaning."""
 
     def factors(self) -> list[LayerFactors]:
-        """The layers as they are now, detached and not copied. Layers whose adapter is switched off are left out."""
+        """Return the current factors, detached and not copied. Layers with a disabled adapter are omitted."""
         return [
             LayerFactors(
                 site.name,
@@ -76,17 +76,18 @@ def _notes(model: nn.Module, sites: Sequence[LoraSite], others: Sequence[str]) -
 
 
 def is_factor_a(name: str) -> bool:
-    """Whether a trained tensor of this name is the factor A of a linear LoRA layer."""
+    """Return True if a trained tensor of this name is the factor A of a linear LoRA layer."""
     return ".lora_A." in name
 
 
 def is_factor_b(name: str) -> bool:
-    """Whether a trained tensor of this name is the factor B of a linear LoRA layer."""
+    """Return True if a trained tensor of this name is the factor B of a linear LoRA layer."""
     return ".lora_B." in name
 
 
 def gradient_figures(gradients: Mapping[str, Tensor]) -> dict[str, float | None]:
-    """`grad.a` and `grad.b`: global norms of the gradients of all factors A, and of all B, by the parameters' names."""
+    """Return `grad.a` and `grad.b`: global norms of the gradients of all factors A, and of all B, by the parameters'
+    names."""
     return {
         "grad.a": global_norm(gradient for name, gradient in gradients.items() if is_factor_a(name)),
         "grad.b": global_norm(gradient for name, gradient in gradients.items() if is_factor_b(name)),
@@ -94,19 +95,19 @@ def gradient_figures(gradients: Mapping[str, Tensor]) -> dict[str, float | None]
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:
-    """√Σ‖t‖², summed in float64."""
+    """Return √Σ‖t‖², summed in float64."""
     return math.sqrt(sum(float(tensor.detach().double().square().sum()) for tensor in tensors))
 
 
 def adapter_figures(layers: Sequence[LayerFactors]) -> dict[str, float | None]:
-    """`scale, update.ratio, balance, stable_rank, participation, effective_params` of all `layers` together.
+    """Return `scale, update.ratio, balance, stable_rank, participation, effective_params` of all `layers` together.
 
     - scale: the s of all layers; None if they differ
     - update.ratio: ‖sBA‖_F / ‖W0‖_F over all layers
     - balance: Σ ‖A‖_F² − ‖B‖_F²
-    - stable_rank, participation: means over the layers whose sBA is not zero of ‖sBA‖_F²/‖sBA‖_2² and of
-      p = (Σσ²)²/Σσ⁴, σ the singular values of sBA; None where there is none
-    - effective_params: Σ p (d_in + d_out − p) over the layers: of matrices of rank p there are as many dimensions
+    - stable_rank, participation: means over the layers with a nonzero sBA of ‖sBA‖_F²/‖sBA‖_2² and of p = (Σσ²)²/Σσ⁴,
+      σ the singular values of sBA; None if there are none
+    - effective_params: Σ p (d_in + d_out − p) over the layers, the dimension of the set of matrices of rank p
     """
     scales = {layer.scale for layer in layers}
     update, backbone, balance, parameters = 0.0, 0.0, 0.0, 0.0
@@ -134,9 +135,9 @@ def adapter_figures(layers: Sequence[LayerFactors]) -> dict[str, float | None]:
 
 
 def singular_values(layers: Sequence[LayerFactors]) -> list[Tensor]:
-    """Singular values of each layer's sBA, descending, float64 (min(r, d_in, d_out),).
+    """Return the singular values of each layer's sBA, descending, float64 (min(r, d_in, d_out),).
 
-    NaN where a factor is not finite. Layers of one shape are decomposed together.
+    NaN if a factor is not finite. Layers of one shape are decomposed together.
     """
     alike: dict[tuple[torch.Size, torch.Size], list[int]] = {}
     for index, layer in enumerate(layers):
@@ -153,7 +154,7 @@ def singular_values(layers: Sequence[LayerFactors]) -> list[Tensor]:
 
 
 def _triangle(matrices: Tensor) -> Tensor:
-    """R of the thin QR of each matrix (k, m, r) → (k, min(m, r), r)."""
+    """Return R of the thin QR of each matrix (k, m, r) → (k, min(m, r), r)."""
     return torch.linalg.qr(matrices, mode="r").R
 
 

@@ -1,8 +1,7 @@
-"""The trace of a run: `trace.jsonl`, a line per recorded step, and `trace.json`, what these lines are about.
+"""Trace files of a run: `trace.jsonl`, one line per recorded step, and `trace.json`, which describes these lines.
 
-A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the figures of `flatshift.finetune.train.trace`,
-flat; what has no value is null. After a resume the last line of a step wins. `recorded_steps` says after which updates
-there is one.
+A line has `stage, attempt, step, tokens, lr, time_s, record_s` and the metrics of `flatshift.finetune.train.trace`,
+flat; missing values are null. After a resume the last line of a step wins. `recorded_steps` lists the recorded steps.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ ABOUT = "trace.json"
 
 
 def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run directory's trace by ascending step, one per stage and step; none if nothing was recorded.
+    """Return the lines of a run directory's trace by ascending step, one per stage and step; empty if nothing was
+    recorded.
 
-    A torn last line (the process was killed while writing) is skipped.
+    A truncated last line (the process was killed while writing) is skipped.
 
     Raises:
         UserError: any other line is not a JSON object.
@@ -34,9 +34,10 @@ def read_trace(path: str | Path, *, stage: str | None = None) -> list[dict[str, 
 
 
 def as_planned(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: str) -> list[dict[str, Any]]:
-    """The lines at the planned `steps`: those recorded, then, marked with `status`, those that the run did not reach.
+    """Return the lines at the planned `steps`: those recorded, then, marked with `status`, those that the run did not
+    reach.
 
-    A run that stopped early has a line of its last step too, where no other run may have one: it is left out.
+    A run that stopped early has a line of its last step too, which other runs may lack: it is omitted.
     """
     planned = set(steps)
     kept = [line for line in lines if int(line["step"]) in planned]
@@ -48,10 +49,11 @@ def as_planned(lines: Sequence[dict[str, Any]], steps: Sequence[int], status: st
 def about(
     recording: Recording, *, stage: str, steps: int, optimizer: Optimizer, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What `trace.json` holds: which steps and how many rows, Adam's stability threshold, and what to know of figures.
+    """Return the content of `trace.json`: recorded steps, numbers of rows, Adam's stability threshold, and notes on
+    metrics.
 
     Args:
-        steps: updates of the stage in all.
+        steps: total steps of the stage.
         notes: of `AdaptedLayers`.
     """
     return {
@@ -67,9 +69,9 @@ def about(
 
 
 def recorded_steps(record: Record, total_steps: int) -> tuple[int, ...]:
-    """Ascending numbers of completed updates, from 0 (before any) to `total_steps`.
+    """Return the ascending numbers of completed steps to record, from 0 (before any) to `total_steps`.
 
-    `log`: the powers of 2^(1/per_doubling), rounded. Steps that are listed beyond `total_steps` are left out.
+    `log`: the powers of 2^(1/per_doubling), rounded. Listed steps beyond `total_steps` are omitted.
     """
     if record.steps == "log":
         wanted, power = [], 0
@@ -83,7 +85,7 @@ def recorded_steps(record: Record, total_steps: int) -> tuple[int, ...]:
 
 
 def stability_threshold(beta1: float) -> float:
-    """λ_max(P^-½ H P^-½) · lr above which Adam oscillates: (2 + 2β1)/(1 − β1), which is 38 for β1 = 0.9.
+    """Return λ_max(P^-½ H P^-½) · lr above which Adam oscillates: (2 + 2β1)/(1 − β1), which is 38 for β1 = 0.9.
 
     P is the preconditioner √v̂ + ε, taken as frozen (Cohen et al., arXiv 2207.14484).
     """

@@ -1,7 +1,7 @@
-"""Takes a stage's figures after the recorded updates and writes them down; training goes on as if it had not.
+"""Recorder of a stage's trace; training is unaffected by it.
 
-Everything is measured at the weights themselves, between two updates, with dropout off and without a random draw from
-a global generator; gradients and weights are left as they were, bit for bit.
+Everything is measured at the weights themselves, between two steps, with dropout off and without drawing from a global
+generator; gradients and weights are unchanged, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Recording:
-    """What is recorded of a stage: the settings, and the rows that are judged."""
+    """Settings of a stage's trace, and the rows that are evaluated for it."""
 
     record: Record
     splits: Mapping[str, Sequence[Example]]
-    """`train`, `dev` and `test`, those that have rows."""
+    """Rows of `train`, `dev` and `test`, if not empty."""
     flipped: Flipped | None = None
-    """Which rows of `train` bear a wrong label; None without label noise."""
+    """Rows of `train` with a wrong label; None without label noise."""
     curved: Sequence[Example] = ()
-    """Training rows whose mean loss the curvature is of."""
+    """Training rows whose mean loss is used for curvature."""
 
     @classmethod
     def choose(
@@ -63,12 +63,12 @@ class Recording:
         flipped: Sequence[str] | None = None,
         true_labels: Mapping[str, int] | None = None,
     ) -> Recording:
-        """The rows that `record` asks for.
+        """Choose the rows that `record` requires.
 
         Args:
             seed: of the choice of training rows (`train.seed`); that of held-out rows is the same for every run.
             flipped: ids of the training rows with a wrong label; None without label noise.
-            true_labels: the class that each of them had, by id, where rows have classes.
+            true_labels: original class of each of them by id, if rows have classes.
         """
         rows = _some(train, record.train_rows, seed=derive(seed, "record", "train"))
         splits = {"train": rows}
@@ -93,7 +93,7 @@ def _some(examples: Sequence[Example], count: int | None, *, seed: int) -> list[
 
 
 class Recorder:
-    """Drives a `Recording` through one stage; without one it does nothing."""
+    """Records a `Recording` during one stage; does nothing without one."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Recorder:
         *,
         head: Head | None,
     ) -> None:
-        """Raises UserError on a mesh: what is recorded is of whole tensors in one process."""
+        """Prepare the trace. Raises UserError on a mesh: whole tensors in one process are required."""
         self._recording = recording = stage.recording
         self._steps: frozenset[int] = frozenset()
         if recording is None:
@@ -125,7 +125,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def update(self, step: int) -> Iterator[None]:
-        """Wraps what makes update number `step` (from 1) of the gradients: clipping and the optimizer's step."""
+        """Surround clipping and the optimizer's step number `step` (from 1)."""
         self._update = {}
         if step not in self._steps or self._layers is None:
             yield
@@ -139,11 +139,11 @@ class Recorder:
         self._update["update.relative"] = moved / global_norm(before.values())
 
     def wants(self, progress: TrainingState) -> bool:
-        """Whether figures of the state after `progress.step` updates are wanted."""
+        """Return True if the state after `progress.step` steps is to be recorded."""
         return self._recording is not None and (progress.step in self._steps or progress.stopped_early)
 
     def at(self, progress: TrainingState, attempt: int) -> None:
-        """Record the state after `progress.step` updates, if figures of it are wanted (or the stage ends early)."""
+        """Record the state after `progress.step` steps, if it is to be recorded (or the stage ends early)."""
         if self._recording is None or not self.wants(progress):
             return
         started = time.monotonic()
@@ -196,7 +196,7 @@ class Recorder:
                 preconditioner=preconditioner,
                 seed=derive(stage.seed, "record", "sharpness"),
             )
-        except RegularizerError as error:  # a figure that is missing is no reason to lose the run
+        except RegularizerError as error:  # a missing metric must not end the run
             self._run.log(f"warning: no curvature of {stage.name} here: {error}")
             return {}
         if not step and (top := figures["sharpness.preconditioned"] or 0) > 0:

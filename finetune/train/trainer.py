@@ -1,0 +1,529 @@
+"""Training loop of one stage: frozen base model, adapter, any mesh, any regularizer, exact resume.
+
+    result = Trainer(model, tokenizer, stage).fit()
+
+Everything that differs from step to step is a pure function of the step (batches, learning rate, dropout seeds, the
+regularizer's random draws). A checkpoint therefore holds whole tensors and a step number, and a resumed run on the same
+machine, mesh and threads ends with the same bits as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flatshift.regularizers.layers.fused import FusedLayers
+from flatshift.regularizers.protocol import MetricTensors
+
+from ..atomic import write_json
+from ..compute import attention
+from ..compute.fused_loss import with_kernel
+from ..compute.numerics import cpu_threads, deterministic, seeded, uses_dropout, without_input_casts
+from ..compute.precision import autocast, float32_products, read_precision
+from ..data.eval_batching import EvalBatching
+from ..digests import DONE, FILES, adapter_sums
+from ..errors import Interrupted
+from ..evaluate.evaluator import evaluate
+from ..evaluate.metrics import metric_of
+from ..figures import rate_text
+from ..launch import watchdog
+from ..models.compiled import Compiled
+from ..parallel.engine import Engine
+from ..run_directory import SPIKE, disk_full_interrupts
+from ..seeds import derive
+from .callbacks import Callbacks
+from .checkpointer import Checkpointer, TrainingState, clone
+from .data_order import batch_index
+from .deferred_metrics import MetricsBuffer, MetricsRow, read
+from .dev_loss import dev_figures
+from .divergence import DivergenceGuard, RejectedUpdate, UpdateRejected
+from .loss_scale import LossScale
+from .optimizer import AdapterOptimizer, GaussNewton
+from .out_of_memory import OutOfMemoryHandler, oom_context
+from .peak_memory import UpdateMeter
+from .prefetch import with_prefetch
+from .schedule import Schedule
+from .stage import StageResult, TrainingStage, check_best, check_length, finished_result, full_evaluation_metric
+from .throughput import ThroughputMeter
+from .trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.micro_batch import MicroBatch, PreferenceTargets
+
+
+class Trainer:
+    """Trains the adapter of one stage.
+
+    On a mesh every rank makes one with its `Engine` and calls `fit`; the main rank writes files.
+    """
+
+    def __init__(self, model: PeftModel | Engine, tokenizer: PreTrainedTokenizerBase, stage: TrainingStage) -> None:
+        self.engine = model if isinstance(model, Engine) else Engine.alone(model)
+        self.tokenizer = tokenizer
+        self.train = read_precision(stage.train, self.engine.model)
+        self.stage = replace(stage, train=self.train)
+        self.regularizer, self.run, self.device = stage.regularizer, stage.run, self.engine.device
+        self.on_step, self.stop = stage.on_step or (lambda row: None), stage.stop or (lambda: False)
+
+    @property
+    def state(self) -> TrainingState:
+        """Step number and everything else that a checkpoint says besides tensors; a rollback replaces it."""
+        return self.checkpointer.progress
+
+    # ------------------------------------------------------------------ the loop
+
+    def fit(self) -> StageResult:
+        """Train for `train.steps` steps; afterwards the model holds the stage's adapter.
+
+        The adapter is the best on dev where there are dev examples, else the last. It is saved in
+        `stages/<name>/adapter`; `done.json` next to it says how the stage ended. Training continues from the newest
+        valid checkpoint of this stage in the run directory; the adapter of a finished stage is only loaded. The
+        regularizer is attached for the stage and detached after it.
+
+        Raises:
+            Interrupted: `stop` returned True, Ctrl-C, or a full disk; the next `fit` continues.
+            Diverged: loss or gradient is NaN or infinite, or loss spikes continue, for longer than `train` allows;
+                nothing of that step is saved.
+            UserError: examples longer than the base model's positions, packing that it does not isolate, a checkpoint
+                of another adapter, a recording on a mesh.
+        """
+        check_length(self.engine, self.stage.batches)
+        check_best(self.train, self.stage.task)
+        if (result := finished_result(self.stage)) is not None:
+            self.engine.load_adapter(self.stage.folder / "adapter")
+            return result
+        with self._device_settings() as out_of_memory:
+            self._set_up(out_of_memory)
+            with self._session():
+                self._begin()
+                while self.state.step < self.train.steps and not self.state.stopped_early:
+                    self.callbacks.step_begin()
+                    began = time.monotonic()
+                    with self.peak_memory.during() if self.peak_memory is not None else contextlib.nullcontext():
+                        row = self.step()
+                    rates = self.throughput.updated(time.monotonic() - began)
+                    if isinstance(row, RejectedUpdate):
+                        self._flush_metrics()
+                        self._roll_back(row)
+                    else:
+                        self._after_step(row, rates)
+                self.save()  # stopped early, or finished in an earlier attempt: nothing to do
+                self.callbacks.fire("train_end")
+            return self._finish()
+
+    def step(self) -> MetricsRow | RejectedUpdate:
+        """Take one optimizer step; returns its metrics row, or the reason to roll back to a checkpoint.
+
+        Whether the step is taken is decided by numbers that are the same on every rank.
+        """
+        state, engine, task = self.state, self.engine, self.stage.task
+        step, index = state.step, batch_index(state.step, state.left_out)
+        context = partial(self._forward_context, step)
+        engine.beat = partial(watchdog.progress, step, self.stage.name)
+        engine.draws = partial(self.dropout.during, step) if self.dropout is not None else None
+        count = self.stage.batches.supervised(index)
+        lr = self.lr_scheduler(step)
+        reference: Sequence[PreferenceTargets | None] = ()
+        if task.has_reference:  # outside the regularizer's step: the reference is the base model as it is
+            micros = self.stage.batches.at(index)
+            reference = engine.reference_log_probs(micros, task=task, head=self.head, precision=self._precision)
+        rejected, overflowed = None, True
+        while overflowed:  # fp16: the same batch again at a smaller loss scale
+            losses: list[torch.Tensor] = []
+            engine.loss_scale, overflowed = self.loss_scale.value, False
+            try:
+                with self.regularizer.step(step, loss_scale=self.loss_scale.value) as passes:
+                    for _ in passes:
+                        micros = self._micro_batches(index, reference)
+                        if self.solver is not None:
+                            losses.append(self.solver.compute(engine, micros, count, task=task, context=context))
+                            continue
+                        with self.throughput.watching(micros, head=self.head), self.layers.working():
+                            losses.append(
+                                engine.forward_backward(micros, count, task=task, head=self.head, context=context)
+                            )
+                    if self.loss_scale.on and (overflowed := self.loss_scale.overflows(losses, engine.clip)):
+                        raise UpdateRejected
+                    if self.guard.watches and (rejected := self.guard.judge(losses)) is not None:
+                        raise UpdateRejected
+            except UpdateRejected:
+                if rejected is not None:
+                    return self._skip_step(rejected, lr)
+                self.optimizer.drop_gradients()
+        self.loss_scale.undo(engine.parameters.values())
+        self.optimizer.leave_fixed()
+        with self.recorder.update(step + 1):
+            norm = engine.clip(self.stage.optimizer.clip)
+            row = MetricsRow(step + 1, {"loss": None, "tokens": state.tokens + count, "lr": lr, "grad_norm": None})
+            row.scalars = {"loss": losses[0], "grad_norm": norm}  # of two passes, the first is at the weights
+            if self.guard.watches or self.loss_scale.on:  # they have read both already
+                row.scalars, row.told = {}, row.told | (self.guard.found or self.loss_scale.found)
+            elif self.metrics.at_once:
+                row.told, row.scalars = row.complete(iter(read(row.vectors))), {}
+                self.guard.refuse_broken(step + 1, row.told)
+            self.callbacks.fire("pre_optimizer_step")
+            self.optimizer.step(lr)
+            self.regularizer.after_optimizer_step(lr)
+        state.step += 1
+        state.tokens += count
+        self.guard.made()
+        self.loss_scale.made()
+        row.figures.append(self.regularizer.figures())
+        return row
+
+    def _after_step(self, row: MetricsRow, rates: MetricTensors) -> None:
+        """Buffer the step's metrics, evaluate and checkpoint where due, and stop where asked."""
+        state, train = self.state, self.train
+        state.seconds = self._elapsed()
+        self._update_callbacks()
+        row.told = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "train", **row.told}
+        row.figures.append(rates)
+        row.end = {"time_s": round(state.seconds, 4)}
+        self.metrics.add(row)
+        last = state.step == train.steps
+        stop = self._flush_metrics() if self.metrics.at_once else self._flush_metrics_if_due()
+        self.callbacks.fire("step_end")
+        evaluate_now = self._callback_asks("evaluate")
+        if self.stage.dev and (last or evaluate_now or _every(train.evaluation_interval, state.step)):
+            stop |= self._flush_metrics()
+            self.evaluate_dev()
+        state.stopped_early |= self._callback_asks("training_stop") and not last
+        self.recorder.at(state, self.checkpointer.attempt)
+        state.seconds = self._elapsed()
+        if self.metrics.at_once:
+            stop = self.engine.world.any(self.stop())
+        due = last or state.stopped_early or _every(train.save_every, state.step)
+        if stop or due or self._callback_asks("save"):
+            stop |= self._flush_metrics()
+            self.save()
+        if stop and not (last or state.stopped_early):
+            where = f"{self.stage.name} stopped after step {state.step} of {train.steps}"
+            raise Interrupted(f"{where}; its state is saved")
+
+    # ------------------------------------------------------------------ before the first step
+
+    @contextlib.contextmanager
+    def _device_settings(self) -> Iterator[OutOfMemoryHandler]:
+        """Threads, deterministic algorithms, float32 matmul precision, prefetched batches, and the out-of-memory
+        message."""
+        train = self.train
+        with (
+            cpu_threads(train.threads),
+            deterministic(train, self.device),
+            float32_products(train, self.device),
+            with_prefetch(self.stage.batches, self.engine, train=train, say=self._log_line) as batches,
+            OutOfMemoryHandler(self.engine, self.stage) as out_of_memory,
+        ):
+            self.stage = replace(self.stage, batches=batches)
+            yield out_of_memory
+
+    def _set_up(self, out_of_memory: OutOfMemoryHandler) -> None:
+        """Make optimizer, schedule, checkpointer and meters, and find the head whose loss needs no logits."""
+        from ..evaluate.packing_check import check_packing_isolation
+
+        engine, stage, train, batches = self.engine, self.stage, self.train, self.stage.batches
+        self.eval_batching = EvalBatching.of(
+            self.tokenizer, train, batch_size=stage.evaluate.batch_size, device=engine.device, share=engine.evaluation
+        )
+        self.metric = full_evaluation_metric(train, stage.task)
+        self.lr_scheduler = Schedule.of(train, stage.optimizer, stage.folder)
+        self.optimizer = AdapterOptimizer(engine.parameters, stage.optimizer)
+        self.solver = (
+            GaussNewton(self.optimizer.parameters, decay=stage.optimizer.weight_decay)
+            if stage.optimizer.kind == "gauss-newton"
+            else None
+        )
+        self.random = uses_dropout(engine.model)
+        self.dropout = engine.dropout(derive(stage.seed, "dropout")) if self.random else None
+        self.loss_scale = LossScale(on=train.precision == "fp16")
+        # torch.compile fuses PEFT's forward by itself
+        self.layers = Compiled(engine.model) if train.compile else FusedLayers(engine.model)
+        self.checkpointer = Checkpointer(engine, self.optimizer, stage)
+        self.guard = DivergenceGuard(engine, self.checkpointer, stage)
+        self.metrics = MetricsBuffer(engine.world)
+        with self._precision():
+            if batches.packed:
+                check_packing_isolation(engine.judged, agree=engine.world.any)
+            head = engine.find_head(batches.at(0)[0].to(self.device).inputs, task=stage.task)
+        engine.reshard()
+        self.recorder = Recorder(stage, engine, self.optimizer, self.eval_batching, head=head)
+        out_of_memory.keeper = self.checkpointer
+        self.head = with_kernel(
+            engine, head, batches, task=stage.task, train=train, folder=stage.folder, say=self._log_line
+        )
+        self.throughput = ThroughputMeter(engine, peak_tflops=stage.peak_tflops or train.peak_tflops)
+        self.peak_memory = UpdateMeter(engine.device) if stage.planned is not None else None
+        if train.compile:
+            self.throughput.ahead(batches.at(0)[0], task=stage.task, head=self.head, around=self._precision())
+            engine.reshard()
+        objects = {"model": engine.model, "processing_class": self.tokenizer, "optimizer": self.optimizer.inner}
+        self.callbacks = Callbacks(stage, is_main=engine.is_main, about=objects)
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[None]:
+        """Attach the regularizer and restore the newest checkpoint; detach at the end, whatever happened."""
+        engine = self.engine
+        self._attach_regularizer()
+        try:
+            self.checkpointer.restore()
+            with (
+                without_input_casts(engine.model, self.train),
+                watchdog.progress_timeout(self.stage.name),
+                attention.packed_attention(engine.model, engine.device),
+            ):
+                yield
+        except KeyboardInterrupt as error:
+            raise Interrupted(
+                f"{self.stage.name} stopped inside update {self.state.step + 1}; resuming continues from the newest "
+                "checkpoint"
+            ) from error
+        finally:
+            self.regularizer.detach()
+
+    def _attach_regularizer(self) -> None:
+        self.regularizer.attach(
+            self.engine.model,
+            seed=derive(self.stage.seed, "regularizer"),
+            total_steps=self.train.steps,
+            placement=self.engine.placement,
+        )
+
+    def _begin(self) -> None:
+        """Take over the restored state; record step 0; repeat a dev evaluation that a signal cut off."""
+        state = self.state
+        self.started = time.monotonic() - state.seconds
+        self.engine.model.train()
+        self.callbacks.restore(state.callbacks)
+        self.loss_scale.restore(state.loss_scale)
+        if state.step == 0:
+            self.recorder.at(state, self.checkpointer.attempt)
+            if self.train.spikes is not None:
+                self.save()  # a rollback needs a checkpoint to return to
+        self._update_callbacks()
+        self.callbacks.fire("train_begin")
+        if state.unjudged:
+            self.evaluate_dev()
+            self.recorder.at(state, self.checkpointer.attempt)
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _micro_batches(self, index: int, reference: Sequence[PreferenceTargets | None]) -> list[MicroBatch]:
+        """The micro-batches of a step, with the reference's log-probabilities where the task has them."""
+        micros: list[MicroBatch] = self.stage.batches.at(index)
+        if not reference:
+            return micros
+        return [replace(micro, sides=known) for micro, known in zip(micros, reference, strict=True)]
+
+    @contextlib.contextmanager
+    def _forward_context(self, step: int, micro: int) -> Iterator[None]:
+        """Autocast, and a seed of (seed, step, micro-batch, rank) for random draws other than dropout (layerdrop)."""
+        self.regularizer.on_micro_batch(micro)
+        index, width = self.engine.stream
+        rank = (index,) if width > 1 else ()
+        draws = seeded(derive(self.stage.seed, "dropout", step, micro, *rank), self.device) if self.random else None
+        with draws or contextlib.nullcontext(), self._precision():
+            yield
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return autocast(self.train, self.device)
+
+    def _skip_step(self, rejected: RejectedUpdate, lr: float) -> MetricsRow | RejectedUpdate:
+        """Leave the step out and return its row, or `rejected` where the stage has to roll back."""
+        with self.recorder.update(self.state.step + 1):
+            self.optimizer.drop_gradients()
+        note = self.guard.skip(rejected)
+        if note is None:
+            return rejected
+        state = self.state
+        return MetricsRow(
+            state.step, {"loss": rejected.loss, "tokens": state.tokens, "lr": lr, "grad_norm": rejected.norm, **note}
+        )
+
+    def _roll_back(self, rejected: RejectedUpdate) -> None:
+        """Return to the checkpoint before a loss spike."""
+
+        def reattach() -> None:
+            self.regularizer.detach()
+            self._attach_regularizer()
+
+        row = self.guard.go_back(rejected, reattach=reattach)
+        self.engine.model.train()
+        self.state.seconds = self._elapsed()
+        self.callbacks.restore(self.state.callbacks)
+        self.loss_scale.restore(self.state.loss_scale)
+        self._update_callbacks()
+        self.log(**row, split=SPIKE, time_s=round(self.state.seconds, 4))
+
+    # ------------------------------------------------------------------ metrics, callbacks, checkpoints
+
+    def log(self, **row: Any) -> dict[str, Any]:
+        """Write a row of metrics.jsonl and pass it to trackers and callbacks; rows keep the order of their steps."""
+        self.run.log_metrics(self.stage.name, **row)
+        tracked = {"stage": self.stage.name, **row}
+        if self.stage.track is not None and self.engine.is_main:
+            self.stage.track(tracked)
+        self.callbacks.logged(tracked)
+        return tracked
+
+    def _log_line(self, line: str) -> None:
+        (self.stage.say or self.run.log)(line)
+
+    def _flush_metrics(self) -> bool:
+        """Write all buffered rows, as before every checkpoint; True if any rank wants to stop."""
+        return self.metrics.tell(lambda row: self.on_step(self.log(**row)), refuse=self.guard.refuse_broken)
+
+    def _flush_metrics_if_due(self) -> bool:
+        """Flush every few steps on a device where reading a scalar synchronises.
+
+        The stop flag is reduced over ranks in the same transfer; one process knows it at once.
+        """
+        state, stop = self.state, self.stop()
+        self.metrics.ask(stop)
+        due = self.metrics.due or bool(self.callbacks.callbacks) or self.recorder.wants(state)
+        now = due or (stop and self.engine.world.size == 1) or state.step == self.train.steps
+        return now and self._flush_metrics()
+
+    def _elapsed(self) -> float:
+        """Seconds of this stage, earlier attempts included."""
+        return time.monotonic() - self.started
+
+    def _update_callbacks(self) -> None:
+        state = self.state
+        best = state.best_accuracy if self.train.best != "loss" else None
+        best = state.best_figure if self.metric is not None else state.best_dev_loss if best is None else best
+        self.callbacks.at(state.step, tokens=state.tokens, best_step=state.best_step, best=best)
+
+    def _callback_asks(self, what: str) -> bool:
+        """True if a callback asks for it, on any rank."""
+        return bool(self.callbacks.callbacks) and self.engine.world.any(self.callbacks.asks(what))
+
+    def save(self) -> None:
+        """Save a checkpoint, unless this step has one."""
+        before = self.checkpointer.saved_step
+        self.state.callbacks = self.callbacks.states()
+        self.state.loss_scale = self.loss_scale.state()
+        self.checkpointer.save()
+        if self.checkpointer.saved_step != before:
+            self.callbacks.fire("save")
+
+    # ------------------------------------------------------------------ dev evaluation and end
+
+    def evaluate_dev(self) -> None:
+        """Evaluate the current adapter on dev; keep it if it is the best so far, else count it for `train.patience`."""
+        state = self.state
+        state.unjudged = True
+        batching = replace(self.eval_batching, beat=self._dev_heartbeat)
+        try:
+            with (
+                watchdog.no_progress_timeout("dev evaluation"),
+                oom_context(f"the dev evaluation after update {state.step}"),
+            ):
+                metrics = dev_figures(self.engine, self.stage.dev, batching, task=self.stage.task, head=self.head)
+                if self.metric is not None:
+                    metrics[self.metric] = self._full_evaluation(batching)[self.metric]["value"]
+        except Interrupted as error:
+            self.engine.reshard()
+            self.save()
+            raise Interrupted(f"{self.stage.name} {error}; its state is saved") from error
+        state.unjudged = False
+        row = {"attempt": self.checkpointer.attempt, "step": state.step, "split": "dev", **metrics}
+        self.log(**row, tokens=state.tokens, time_s=round(self._elapsed(), 4))
+        if math.isfinite(metrics["loss"]) and self._is_better(metrics):
+            state.best_step, state.best_dev_loss, state.misses = state.step, metrics["loss"], 0
+            state.best_accuracy = metrics.get("accuracy")
+            state.best_figure = None if self.metric is None else metrics[self.metric]
+            state.best = clone(self.engine.parameters)
+            return
+        state.misses += 1
+        state.stopped_early = self.train.patience is not None and state.misses >= self.train.patience
+
+    def _dev_heartbeat(self, rows: int) -> None:
+        """Called after each batch, or generated token, of the dev evaluation: a stop signal ends it on all ranks."""
+        self.engine.beat()
+        if self.engine.world.any(self.stop()):
+            raise Interrupted(f"stopped in the dev evaluation after step {self.state.step}")
+
+    def _full_evaluation(self, batching: EvalBatching) -> dict[str, Any]:
+        """Every metric of the current adapter on dev; the same on every rank."""
+        return dict(
+            evaluate(
+                self.engine.judged,
+                self.tokenizer,
+                self.stage.dev,
+                task=self.stage.task.judged(),
+                config=replace(self.stage.evaluate, bootstrap=1),
+                inference=batching,
+                label_names=self.stage.label_names,
+            )
+        )
+
+    def _is_better(self, metrics: dict[str, Any]) -> bool:
+        """True if these dev metrics are the best so far, by `train.best`; loss decides between equal ones."""
+        state = self.state
+        if state.best_dev_loss is None:
+            return True
+        if self.metric is not None:
+            value, best = metrics[self.metric], state.best_figure
+            if value != best and (value is None or best is None):
+                return best is None
+            if value != best:
+                return bool(value < best) is metric_of(self.metric).lower
+            return metrics["loss"] < state.best_dev_loss
+        accuracy, before = metrics.get("accuracy"), state.best_accuracy
+        if self.train.best != "loss" and accuracy is not None and before is not None and accuracy != before:
+            return accuracy > before
+        return metrics["loss"] < state.best_dev_loss
+
+    def _finish(self) -> StageResult:
+        """Put the best adapter into the model, save it, and mark the stage as done."""
+        state = self.state
+        if state.best:
+            with torch.no_grad():
+                for name, parameter in self.engine.parameters.items():
+                    parameter.copy_(state.best[name])
+        result = StageResult(
+            steps=state.step,
+            best_step=state.best_step,
+            best_dev_loss=state.best_dev_loss,
+            tokens=state.tokens,
+            stopped_early=state.stopped_early,
+            skipped=state.skipped,
+            rewinds=len(state.rewinds),
+            best_accuracy=state.best_accuracy,
+            best_figure=state.best_figure,
+        )
+        rates = self.throughput.whole()
+        folder = self.stage.folder
+        with disk_full_interrupts(f"saving the adapter of {self.stage.name}"):
+            self.engine.save_adapter(folder / "adapter")
+            if self.engine.is_main:
+                self.run.sync_metrics(self.stage.name)
+                record = {"target_steps": self.train.steps, **asdict(result), "attempts": self.checkpointer.attempt}
+                record["seconds"] = round(state.seconds, 3)
+                record["lr"] = self.lr_scheduler(state.step - 1)
+                if self.peak_memory is not None and self.stage.planned is not None:
+                    record["plan"] = self.peak_memory.beside(self.stage.planned)
+                write_json(folder / DONE, {**record, "rates": rates, FILES: adapter_sums(folder)})
+            self.engine.world.wait()
+        mishaps = [f"{result.skipped} updates left out"] if result.skipped else []
+        mishaps += [f"rolled back after {result.rewinds} spikes"] if result.rewinds else []
+        unit = self.stage.task.loss_denominator
+        learnt = f"{result.tokens} {'supervised tokens' if unit == 'tokens' else unit}"
+        line = ", ".join([learnt, *mishaps, *filter(None, [rate_text(rates)])])
+        self.run.log(f"{self.stage.name}: done after step {result.steps}, {line}")
+        return result
+
+
+def _every(interval: int, step: int) -> bool:
+    """True if `step` is a multiple of `interval`; False for an interval of 0."""
+    return bool(interval) and step % interval == 0
