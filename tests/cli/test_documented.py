@@ -121,7 +121,7 @@ ELSEWHERE = {
     "--bisect": "tests/cli/test_sweep_command.py",
     "--calibrate": "tests/unit/test_plan.py",
     "--programs": "tests/cli/test_eval_samples.py",
-    "--train.compile": "tests/unit/test_loop_recipe.py",
+    "--train.compile": "tests/unit/test_recipe_rules.py",
     "--select.cache": "tests/cli/test_select_remote_features.py",
     "--select.relevance.keep": "tests/cli/test_select_features.py",
     "--harness_include": "tests/cli/test_harness.py",
