@@ -1,4 +1,5 @@
-"""Every page that speaks of CUDA says, in one form, that nothing has run there; until a result says otherwise."""
+"""docs/cuda.md alone states that nothing has run on a CUDA device, until a result says otherwise; generated pages keep
+their own note."""
 
 from __future__ import annotations
 
@@ -8,18 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SAID = "Nothing here has run on a CUDA device yet"
+NOTE = "Nothing here has run on a CUDA device yet"
+GENERATED = {"api.md", "benchmarks.md", "recipes.md", "support-matrix.md"}
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_that_speaks_of_cuda_says_what_has_run_there(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    if "cuda" not in text.lower():
-        return
-    place = "docs/cuda.md" if page.name == "README.md" else "cuda.md"
-    link = "." if page.name == "cuda.md" else f": [what is known without one]({place})."
-    assert text.count(SAID) == 1 and f"{SAID}{link}" in text, f"{page.name}: say `{SAID}{link}`"
+def test_one_page_states_what_has_run_on_cuda(page: Path) -> None:
+    if page.name not in GENERATED:
+        assert page.read_text(encoding="utf-8").count(NOTE) == (page.name == "cuda.md")
 
 
 def test_it_is_true() -> None:
