@@ -266,7 +266,7 @@ def test_every_form_of_rows_is_trained_on() -> None:
     for line in table.splitlines()[2:]:
         wanted = set(re.findall(r"`([^`]+)`", line.split("|")[1]))
         assert any(wanted <= there for there in pairs), f"preference.md: {wanted}"
-    said = PAGES["data.md"].split("of which the answer alone is supervised:", 1)[1].split("; the run says which", 1)[0]
+    said = PAGES["data.md"].split("Recognised columns:", 1)[1].split("; the run prints which", 1)[0]
     answers = set().union(*columns_of("completion"))
     assert set(re.findall(r"`(\w+)`", said)) <= answers
     talks = set().union(*columns_of("chat", "instruction"))

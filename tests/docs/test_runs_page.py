@@ -21,7 +21,7 @@ def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for line in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.S)[0].splitlines():
         assert run(shlex.split(line, comments=True)[1:]) == 0, line
     said = capsys.readouterr()
-    assert "first" in said.out and "beside.html" in said.out and "paired" not in said.err
+    assert "first" in said.out and "comparison.html" in said.out and "paired" not in said.err
     exec(compile(re.findall(r"```python\n(.*?)```", PAGE, flags=re.S)[0], "page", "exec"), {})
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert len(shown) == 3 and all(words[2] == "→" and words[1] != words[3] for words in shown)
